@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hmt.base.real_models import models_folder
+
 # What tests share asserts, too: so it does under python -O, and says what was compared.
 _SHARED = (file.stem for file in Path(__file__).parent.rglob("*.py"))
 pytest.register_assert_rewrite(
@@ -37,6 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cache")
+    os.environ.setdefault("HMT_MODELS", str(models_folder()))  # real models stay where they are
     before = os.environ.get("HMT_CACHE")
     os.environ["HMT_CACHE"] = str(folder)
     yield folder

@@ -49,7 +49,8 @@ def _turned(rows: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def _unturned(rows: np.ndarray, heads: int) -> np.ndarray:
+def unturned(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries or keys as transformers orders them."""
     return (
         rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
         .swapaxes(1, 2)
@@ -137,7 +138,7 @@ class ModelFile:
             numbers = _turned(numbers, heads)
         held = self._keep(name, numbers + np.float32(1) if shifted else numbers)
         held = held - np.float32(1) if shifted else held
-        self.held[source] = torch.from_numpy(_unturned(held, heads) if heads else held).contiguous()
+        self.held[source] = torch.from_numpy(unturned(held, heads) if heads else held).contiguous()
 
     def _keep(self, name: str, numbers: np.ndarray) -> np.ndarray:
         """Round as the file will hold it; the numbers that it holds."""

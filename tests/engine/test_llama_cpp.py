@@ -12,23 +12,36 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_conventions import conventions
 from gguf_files import ModelFile, bytes_vocabulary
 from reference import MINI_DENSE
 from safetensors.torch import load_file
+from test_gguf_architectures import PROMPT as ARCHITECTURE_PROMPT
+from test_gguf_architectures import logits_of as architecture_logits
 from test_gguf_models import CASES, PROMPT, answer, random_model
 from transformers import AutoConfig
 
 llama_cpp = pytest.importorskip("llama_cpp")
 
 TOLERANCE = 0.01
+RELATIVE = 0.01  # of the spread of the logits, for the largest difference of any
 ROUNDED = 0.08  # of the logits' own spread, as mean squares
 # llama.cpp rounds YaRN's limits to whole dimensions, which gpt-oss's configuration says not to do.
 OTHERS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 }
 
+# What llama.cpp's own answers show to be its own way, beside transformers' numbers.
+UNLIKE = {
+    "command-r, norms": "llama.cpp has these norms in models of 64 layers alone",
+    "phimoe": "llama.cpp takes a softmax of the routers, for the publisher's sparse mixer",
+    "exaone4, windows": "llama.cpp has windows in models of 64 layers alone",
+}
+# Queries are not scaled, so that softmax makes more of llama.cpp's roundings.
+CLOSE = {"gemma4": 0.2, "gemma4, experts": 0.2}
 
-def theirs(path: Path) -> torch.Tensor:
+
+def theirs(path: Path, prompt: list[int] = PROMPT) -> torch.Tensor:
     """Logits of the prompt's tokens: f32 [tokens, vocab]."""
     defaults = llama_cpp.llama_model_default_params
 
@@ -44,8 +57,8 @@ def theirs(path: Path) -> torch.Tensor:
             type_k=llama_cpp.GGML_TYPE_F32, type_v=llama_cpp.GGML_TYPE_F32,
         )  # fmt: skip
     try:
-        model.eval(PROMPT)
-        return torch.from_numpy(model.scores[: len(PROMPT)].copy())
+        model.eval(prompt)
+        return torch.from_numpy(model.scores[: len(prompt)].copy())
     finally:
         model.close()
 
@@ -58,6 +71,17 @@ def test_logits_are_llama_cpps(name: str, tmp_path: Path) -> None:
     path = file.write(tmp_path / "model.gguf", bytes_vocabulary(MINI_DENSE))
     _, logits, _ = answer(path)
     torch.testing.assert_close(logits, theirs(path), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", conventions())
+def test_logits_of_every_architecture_are_llama_cpps(name: str, tmp_path: Path) -> None:
+    """Of the files that llama.cpp's converter writes."""
+    if name in UNLIKE:
+        pytest.skip(UNLIKE[name])
+    path = conventions()[name].write(tmp_path / "model.gguf", "F32")
+    found = architecture_logits(path)
+    error = float((found - theirs(path, ARCHITECTURE_PROMPT)).abs().max() / found.std())
+    assert error < CLOSE.get(name, RELATIVE)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K"])

@@ -53,7 +53,15 @@ CACHE = Flag(
     "when empty, hmt in XDG_CACHE_HOME or in ~/.cache.",
 )
 
-FLAGS = (KERNELS, EXTENSION, ISA, POISON, CACHE)
+MODELS = Flag(
+    "HMT_MODELS",
+    "",
+    (),
+    "Folder for the real models that scripts/real-models fetches for tests, benchmarks and "
+    "scripts/run; when empty, models in the folder of HMT_CACHE.",
+)
+
+FLAGS = (KERNELS, EXTENSION, ISA, POISON, CACHE, MODELS)
 
 
 def read(flag: Flag) -> str:

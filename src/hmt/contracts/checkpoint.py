@@ -74,6 +74,21 @@ class Published:
     parts: Mapping[str, PublishedPart]
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A parameter that is published as several tensors, one after the other.
+
+    pieces   in the order of their rows
+    shape    of the numbers; rows of all its dimensions but the last are counted together
+    """
+
+    pieces: tuple[TensorRecord | Published, ...]
+    shape: tuple[int, ...]
+
+
+Form = TensorRecord | Published | Joined
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint.
@@ -83,7 +98,8 @@ class Checkpoint:
     records     every tensor of every shard, by its name there
     fp8_tile    (rows, columns) of one scale where `NAME_scale_inv` tensors accompany FP8 weights
     forms       parameters by the name that models know them by, where they are not records of that
-                name: as a tensor of another name, or a part of one; or in a form of their own
+                name: as a tensor of another name, or a part of one, or several; or in a form of
+                their own
     vocabulary  what a GGUF file says of its tokenizer, by its keys; None where there are files
     spare       records that are known and that no model needs, such as scales of activations
     """
@@ -92,6 +108,6 @@ class Checkpoint:
     config: Mapping[str, Any]
     records: Mapping[str, TensorRecord]
     fp8_tile: tuple[int, int] | None = None
-    forms: Mapping[str, TensorRecord | Published] = field(default_factory=dict)
+    forms: Mapping[str, Form] = field(default_factory=dict)
     vocabulary: Mapping[str, Any] | None = None
     spare: frozenset[str] = frozenset()

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from math import exp, log
 from typing import Any
 
+from hmt.base.folders import cache_folder
 from hmt.base.json_store import number_of, write_atomically
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan
 from hmt.engine.prediction import Predictor, StepTotals
-from hmt.hardware.machine import cache_folder, fingerprint, probed
+from hmt.hardware.machine import fingerprint, probed
 from hmt.planner import Demand
 from hmt.planner.cost.prediction import RunFactors, plan_kind
 

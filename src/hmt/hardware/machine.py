@@ -7,7 +7,6 @@ What needs no engine is measured here, quickly, when a model is loaded first: me
 import contextlib
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -16,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from hmt.base import flags
 from hmt.base.errors import HMTError
+from hmt.base.folders import cache_folder
 from hmt.base.json_store import number_of, parse_as, write_atomically
 from hmt.base.units import GIB
 from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
@@ -168,15 +167,6 @@ def machine_of(rates: HostRates) -> Machine:
         remote_share=rates.numa.remote_share,
         **asdict(rates.process),
     )
-
-
-def cache_folder() -> Path:
-    """HMT's own folder: HMT_CACHE, else hmt in the user's cache folder.  It may not exist yet."""
-    folder = flags.read(flags.CACHE)
-    if folder:
-        return Path(folder)
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root) / "hmt"
 
 
 def cache_file() -> Path:

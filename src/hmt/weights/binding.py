@@ -2,17 +2,32 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from hmt.base.errors import CheckpointError, MissingFileError, ShapeError
 from hmt.base.log import warn_once
 from hmt.contracts.blocks import BlockId, BlockSpec, ParamSpec, Role
-from hmt.contracts.checkpoint import Checkpoint, FileRange, Published, PublishedPart, TensorRecord
+from hmt.contracts.checkpoint import (
+    Checkpoint,
+    FileRange,
+    FormName,
+    Joined,
+    Published,
+    PublishedPart,
+    TensorRecord,
+)
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import ModelSpec
 from hmt.quant import Format
-from hmt.quant.importers import InPlaceImporter, WeightImporter, open_importer
+from hmt.quant.importers import (
+    DequantizedImporter,
+    InPlaceImporter,
+    JoinedPieces,
+    Piece,
+    WeightImporter,
+    open_importer,
+)
 from hmt.weights.naming import beginnings, named
 
 _ENCODINGS = {
@@ -113,6 +128,8 @@ def _bind_param(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> Bou
         )
     found = forms.get(source) or records[source]
     _check_shape(param, source, found.shape, checkpoint)
+    if isinstance(found, Joined):
+        return _bind_joined(param, source, found)
     if isinstance(found, Published):
         return _bind_published(param, source, found)
     encoding = _ENCODINGS.get(found.dtype)
@@ -133,6 +150,10 @@ def _bind_published(param: ParamSpec, source: str, found: Published) -> BoundPar
         wanted = form.format(param.shape)
     except CheckpointError as error:
         raise type(error)(f"{source}: {error}") from error
+    if param.role is Role.VECTOR and not wanted.encoding.is_float and len(param.shape) > 1:
+        # A matrix that transformers' code multiplies with, as Falcon's.
+        form = DequantizedImporter(form) if isinstance(form, WeightImporter) else form
+        wanted = form.format(param.shape)
     by_rows = all(part.row_bytes and part.row_step == 1 for part in found.parts.values())
     if param.role is Role.VECTOR and not wanted.encoding.is_float:
         raise ShapeError(
@@ -151,6 +172,37 @@ def _bind_published(param: ParamSpec, source: str, found: Published) -> BoundPar
     first = 0 if param.rows is None else param.rows[0]
     unpacks = None if isinstance(form, InPlaceImporter) else form
     return BoundParam(param, source, wanted, parts, unpacks, first, tensors)
+
+
+def _bind_joined(param: ParamSpec, source: str, found: Joined) -> BoundParam:
+    """Rows of pieces that lie one after the other; of each as many as belong to `param`."""
+    first, end = param.rows or (0, _as_rows(found.shape)[0])
+    bound: list[BoundParam] = []
+    at = 0
+    for piece in found.pieces:
+        rows = _as_rows(piece.shape)[0]
+        low, high = max(first - at, 0), min(end - at, rows)
+        at += rows
+        if low >= high:
+            continue
+        shape = (high - low, *found.shape[-1:])
+        own = replace(param, shape=shape, rows=(low, high))
+        if isinstance(piece, TensorRecord):
+            data = PublishedPart(piece.name, _rows_of(piece, None), _row_bytes(piece))
+            floats = FormName("floats", (("dtype", piece.dtype),))
+            piece = Published(floats, piece.shape, {"data": data})
+        bound.append(_bind_published(own, source, piece))
+    pieces = tuple(
+        Piece(one.form, one.first, one.spec.shape) for one in bound if one.form is not None
+    )
+    form = JoinedPieces(pieces)
+    parts = tuple(
+        BoundPart(f"{number}.{part.name}", part.file)
+        for number, one in enumerate(bound)
+        for part in one.parts
+    )
+    tensors = tuple(name for one in bound for name in one.tensors)
+    return BoundParam(param, source, form.format(param.shape), parts, form, 0, tensors)
 
 
 def _check_shape(

@@ -11,10 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hmt.contracts.blocks import BlockKind, ParamSpec
-from hmt.contracts.checkpoint import Checkpoint, Published, TensorRecord
+from hmt.contracts.checkpoint import Checkpoint, Form
 from hmt.contracts.model import ModelSpec
-
-_Found = TensorRecord | Published
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ def named(spec: ModelSpec, checkpoint: Checkpoint) -> Named:
 
     As it is where nothing is missing, or nothing can be made of its names.
     """
-    there: dict[str, _Found] = {**checkpoint.records, **checkpoint.forms}
+    there: dict[str, Form] = {**checkpoint.records, **checkpoint.forms}
     params = [(b.id, param) for b in spec.blocks for param in b.params]
     missing = [(b, param) for b, param in params if not _first(param, there)]
     tables = [param for block, param in params if block.kind is BlockKind.EMBEDDING]
@@ -63,15 +61,15 @@ def _is_head_weight(kind: BlockKind, param: ParamSpec) -> bool:
     return kind is BlockKind.HEAD and param.name == "weight"
 
 
-def _first(param: ParamSpec, there: Mapping[str, _Found]) -> _Found | None:
+def _first(param: ParamSpec, there: Mapping[str, Form]) -> Form | None:
     return next((there[name] for name in param.sources if name in there), None)
 
 
 def _aliases(
-    params: Iterator[ParamSpec], there: Mapping[str, _Found], root: str, front: str
-) -> dict[str, _Found]:
+    params: Iterator[ParamSpec], there: Mapping[str, Form], root: str, front: str
+) -> dict[str, Form]:
     """Parameters that are found with `front` in the place of `root`, by their own names."""
-    names: dict[str, _Found] = {}
+    names: dict[str, Form] = {}
     for param in params:
         if _first(param, there):
             continue

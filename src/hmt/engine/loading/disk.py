@@ -5,13 +5,13 @@ import shutil
 import torch
 
 from hmt.base.errors import MachineError
+from hmt.base.folders import cache_folder
 from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.prepare import Prepared
-from hmt.hardware.machine import cache_folder
 from hmt.memory import DiskRate, ReadQueue, open_reader, usual_rate
 from hmt.weights import SpillFile
 

@@ -14,7 +14,7 @@ import torch
 from hmt.base.errors import CheckpointError, MissingFileError
 from hmt.base.units import GIB
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.contracts.checkpoint import FileRange, TensorRecord
+from hmt.contracts.checkpoint import FileRange, Joined, Published, TensorRecord
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import PAGE_TOKENS, Model, ModelSpec
 from hmt.engine.loading.source import Source, open_source
@@ -198,6 +198,11 @@ def _published(param: BoundParam, source: Source) -> str:
     found = source.checkpoint.forms.get(param.source)
     if param.form is None or found is None:
         return param.format.encoding.value
+    pieces = found.pieces if isinstance(found, Joined) else (found,)
+    return " and ".join(dict.fromkeys(map(_name_of, pieces)))
+
+
+def _name_of(found: TensorRecord | Published) -> str:
     if isinstance(found, TensorRecord):
         return found.dtype.lower()
     scheme, options = found.form.scheme, dict(found.form.options)

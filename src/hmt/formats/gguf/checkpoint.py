@@ -11,7 +11,7 @@ from hmt.base.errors import CheckpointError, HeaderError, MissingFileError
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.formats.gguf.config import read_config
 from hmt.formats.gguf.header import SPLIT, GgufHeader, read_gguf
-from hmt.formats.gguf.names import forms_of, names_of
+from hmt.formats.gguf.names import forms_of, names_of, spare_of
 
 _FACTORS: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _MOST_FACTORS: Final = 4096
@@ -63,10 +63,8 @@ def open_gguf(path: Path) -> Checkpoint:
             "itself, or the other files under the names they were published with"
         )
     factors = _factors(records)
-    config = read_config(first.metadata, records, factors, str(first.path))
-    architecture = first.metadata["general.architecture"]
-    names = names_of(architecture, first.metadata, _turned(architecture, config))
-    heads = config["num_attention_heads"] if architecture == "deepseek2" else 0
+    architecture, config = read_config(first.metadata, records, factors, str(first.path))
+    names = names_of(architecture, config)
     vocabulary = {
         key: value
         for key, value in first.metadata.items()
@@ -77,21 +75,24 @@ def open_gguf(path: Path) -> Checkpoint:
         config,
         records,
         None,
-        forms_of(records, names, heads),
+        forms_of(records, names),
         vocabulary,
-        spare=_in_config(config, factors),
+        spare=_in_config(config, factors, architecture.proportional) | spare_of(records, names),
     )
 
 
-def _in_config(config: Mapping[str, Any], factors: Mapping[str, list[float]]) -> frozenset[str]:
-    """Names of the small tensors whose numbers the configuration has."""
-    used = [value for value in config["rope_parameters"].values() if isinstance(value, list)]
-    return frozenset(f"{name}.weight" for name, numbers in factors.items() if numbers in used)
+def _in_config(
+    config: Mapping[str, Any], factors: Mapping[str, list[float]], proportional: bool
+) -> frozenset[str]:
+    """Names of the small tensors whose numbers the configuration has.
 
-
-def _turned(architecture: str, config: Mapping[str, Any]) -> int:
-    """Rows of a head that llama.cpp orders in its own way: llama's, of a whole head."""
-    return int(config["head_dim"]) if architecture == "llama" else 0
+    proportional   it has what rope_freqs tells, in other words
+    """
+    rope = config.get("rope_parameters", {})
+    used = [value for value in rope.values() if isinstance(value, list)]
+    return frozenset(
+        f"{name}.weight" for name, numbers in factors.items() if proportional or numbers in used
+    )
 
 
 def _files(path: Path) -> list[Path]:

@@ -1,30 +1,63 @@
 """Metadata of a GGUF file, read with the checks that a stranger's file needs."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from hmt.base.errors import CheckpointError, HeaderError
 
-_REQUIRED: Final = object()
+REQUIRED: Final = object()
+
+# Keys that say nothing about numbers, or what tensors say as well.  Below "vision.", "audio." and
+# "mm." are parts of a model that HMT leaves aside.
+_SAY_NOTHING: Final = re.compile(
+    r"vocab_size|context_length|embedding_length_out|pooling_type|tensor_data_layout|"
+    r"expert_shared_feed_forward_length|expert_feed_forward_length|feed_forward_length|"
+    r"attention\.head_count_kv|attention\.layer_norm(_rms)?_epsilon|decoder_start_token_id|(vision|audio|mm|clip)\..*|"
+    r"rope\.(?!(freq_base|dimension_count)_swa).*"
+)
 
 
 class Keys:
-    """Metadata of one architecture, by keys without its name."""
+    """Metadata of one architecture, by keys without its name; remembers which were read.
 
-    def __init__(self, metadata: Mapping[str, Any], architecture: str, what: str) -> None:
+    tensors   names of the file's tensors
+    factors   numbers of those with factors of rotary frequencies, by name without ".weight"
+    what      the file, for messages
+    """
+
+    def __init__(
+        self,
+        metadata: Mapping[str, Any],
+        architecture: str,
+        what: str,
+        tensors: Container[str] = (),
+        factors: Mapping[str, list[float]] = MappingProxyType({}),
+    ) -> None:
         self._metadata, self._at, self._what = metadata, f"{architecture}.", what
+        self._tensors, self.factors = tensors, factors
+        self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
         return self._at + key in self._metadata
 
-    def number(self, key: str, default: Any = _REQUIRED) -> Any:
+    def has_tensor(self, name: str) -> bool:
+        """Whether the file has a tensor of this name."""
+        return name in self._tensors
+
+    def _get(self, key: str, default: Any) -> Any:
+        self._read.add(key)
+        return self._metadata.get(self._at + key, default)
+
+    def number(self, key: str, default: Any = REQUIRED) -> Any:
         """A number; of an array whose items are equal, the item.
 
         Raises HeaderError for what is no number and without a default, CheckpointError for an array
         of different items.
         """
-        value = self._metadata.get(self._at + key, default)
-        if value is _REQUIRED:
+        value = self._get(key, default)
+        if value is REQUIRED:
             raise HeaderError(
                 f"{self._what} has no {self._at}{key}: convert it again with a current llama.cpp"
             )
@@ -39,26 +72,72 @@ class Keys:
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no number")
         return value
 
-    def count(self, key: str, default: Any = _REQUIRED) -> Any:
-        """A whole number above 0.  Raises as `number`."""
+    def by_layer(self, key: str, layers: int) -> list[Any]:
+        """A number for each layer, of an array or one for all.  Raises HeaderError."""
+        value = self._get(key, REQUIRED)
+        numbers = value[:layers] if isinstance(value, list) else [value] * layers
+        if len(numbers) < layers or any(type(item) not in (int, float) for item in numbers):
+            raise HeaderError(
+                f"{self._what} has {self._at}{key} {value!r:.60}; wanted is a number for each of "
+                f"{layers} layers"
+            )
+        return numbers
+
+    def count(self, key: str, default: Any = REQUIRED) -> Any:
+        """A whole number above 0, however it is written.  Raises as `number`."""
         value = self.number(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         if value is not default and (type(value) is not int or not 0 < value < 1 << 31):
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}; wanted is a count")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         """Whether something is so.  Raises HeaderError."""
-        value = self._metadata.get(self._at + key, default)
+        value = self._get(key, default)
         if not isinstance(value, bool):
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no truth")
         return value
 
     def text(self, key: str) -> str:
         """Text, empty where the file has none.  Raises HeaderError."""
-        value = self._metadata.get(self._at + key, "")
+        value = self._get(key, "")
         if not isinstance(value, str):
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no text")
         return value
+
+    def windows(self, every: int, layers: int, full_first: bool = False) -> list[bool]:
+        """Which layers see a window, by attention.sliding_window_pattern, by layer or a period.
+
+        every   the period where the file has none; 0: all layers do, 1: none
+        Raises HeaderError.
+        """
+        key = "attention.sliding_window_pattern"
+        value = self._get(key, every)
+        if isinstance(value, list):
+            if len(value) < layers or any(item not in (0, 1) for item in value):
+                raise HeaderError(
+                    f"{self._what} has {self._at}{key} of {len(value)} items for {layers} layers; "
+                    "wanted is a truth for each"
+                )
+            return [bool(item) for item in value[:layers]]
+        if type(value) is not int or value < 0:
+            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}; wanted is a period")
+        if value == 0:
+            return [True] * layers
+        full = 0 if full_first else value - 1
+        return [index % value != full for index in range(layers)]
+
+    def check_all_read(self) -> None:
+        """Raise CheckpointError for a key that nothing has read and that may change numbers."""
+        for key, value in self.below(""):
+            if key in self._read or _SAY_NOTHING.fullmatch(key):
+                continue
+            # What is 0, false or empty asks for nothing, nor does what windows share with the rest.
+            items = value if isinstance(value, list) else [value]
+            everywhere = self._metadata.get(self._at + key.removesuffix("_swa"))
+            if any(items) and (value != everywhere or not key.endswith("_swa")):
+                raise self.unread(key)
 
     def below(self, prefix: str) -> Iterator[tuple[str, Any]]:
         """Keys that begin so, without it, and their values."""

@@ -1,22 +1,26 @@
 """llama.cpp's names of tensors, and what Hugging Face's checkpoints call the same.
 
-As llama.cpp's convert_hf_to_gguf.py writes them.  It changes some numbers, which is undone: rows of
-queries and keys in another order (llama), 1 added to norms (gemma).
+As llama.cpp's convert_hf_to_gguf.py writes them.  It changes some numbers, which is undone: see
+Architecture.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Final
 
 from hmt.base.errors import CheckpointError, HeaderError
 from hmt.contracts.checkpoint import (
     FileRange,
+    Form,
     FormName,
+    Joined,
     Published,
     PublishedPart,
     TensorRecord,
 )
+from hmt.formats.gguf.architecture import LAYER, Architecture
 
 FLOATS: Final = ("F32", "F16", "BF16")
 CODES: Final = (
@@ -25,116 +29,121 @@ CODES: Final = (
     "MXFP4",
 )  # fmt: skip
 
-_TRUNK: Final = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
 # Tensors that say what the configuration says, or what is computed from it.
 IGNORED: Final = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")
-_LAYER: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
-}
-_WHOLE: Final = {  # names that are no weight's or bias's
-    "exp_probs_b": "mlp.gate.e_score_correction_bias",
-    "attn_sinks": "self_attn.sinks",
-}
-_EXPERTS: Final = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
-_MIXTRAL: Final = {"ffn_gate": "w1", "ffn_up": "w3", "ffn_down": "w2"}
 _SPLIT_KEYS: Final = re.compile(r"blk\.(\d+)\.attn_k_b\.weight")
-_IN_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?(_exps)?\.(weight|bias)")
+# The number is an expert's, in files from before experts were stacked.
+_IN_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?(?:\.(weight|bias|scale))?")
+_FUSED: Final = "attn_qkv"
+_FUSED_EXPERTS: Final = ("ffn_gate_exps", "ffn_up_exps")  # in ffn_gate_up_exps
+_PERMUTED: Final = ("attn_q", "attn_k")
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How one architecture's tensors are called.
+    """How the tensors of one file are called, and what was done to their numbers.
 
-    layer     of those in a layer, by llama.cpp's name
-    experts   of a layer's stacked experts
-    at        of one expert, with layer and number to fill in
-    turned    numbers of a head, where rows of queries and keys lie in llama.cpp's order; else 0
-    shifted   1 has been added to norms
+    layers   of the model; tensors of further ones are not its own
+    heads    of queries and of keys
+    dim      numbers of a head
+    latent   attention is latent, so that kv_b may be two tensors
     """
 
-    layer: Mapping[str, str]
-    experts: Mapping[str, str]
-    at: str = "model.layers.{}.mlp.experts.{}."
+    architecture: Architecture
+    layers: int
+    heads: tuple[int, int]
+    dim: int
+    latent: bool = False
+
+    @property
+    def layer(self) -> Mapping[str, str]:
+        """Names in a layer by llama.cpp's."""
+        return {**LAYER, **self.architecture.names}
+
+
+def names_of(architecture: Architecture, config: Mapping[str, Any]) -> Names:
+    """The names of the file with this configuration."""
+    heads = config["num_attention_heads"]
+    keys = config.get("num_kv_heads", config["num_key_value_heads"])
+    dim = config.get("head_dim", config["hidden_size"] // heads)
+    latent = "kv_lora_rank" in config
+    return Names(architecture, config["num_hidden_layers"], (heads, keys), dim, latent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What was done to a tensor's numbers.
+
+    turned       numbers of a head whose rows lie in llama.cpp's order; else 0
+    minus        is to be subtracted
+    groups       heads of keys by which rows of queries, keys and values belong together; else 0
+    width        of these heads
+    transposed   it is [in, out]
+    """
+
     turned: int = 0
-    shifted: bool = False
+    minus: float = 0.0
+    groups: int = 0
+    width: int = 0
+    transposed: bool = False
 
 
-def names_of(architecture: str, metadata: Mapping[str, Any], turned: int) -> Names:
-    """The names of an architecture; `turned` is its head's width."""
-    match architecture:
-        case "llama" if metadata.get("llama.expert_count"):
-            layer = {**_LAYER, "ffn_gate_inp": "block_sparse_moe.gate"}
-            at = "model.layers.{}.block_sparse_moe.experts.{}."
-            return Names(layer, _MIXTRAL, at, turned)
-        case "llama":
-            return Names(_LAYER, {}, turned=turned)
-        case "gemma3":
-            layer = {
-                **_LAYER,
-                "post_attention_norm": "post_attention_layernorm",
-                "ffn_norm": "pre_feedforward_layernorm",
-                "post_ffw_norm": "post_feedforward_layernorm",
-            }
-            return Names(layer, {}, shifted=True)
-        case "gpt-oss":
-            layer = {
-                **_LAYER,
-                "post_attention_norm": "post_attention_layernorm",
-                "ffn_gate_inp": "mlp.router",
-            }
-            return Names(layer, _EXPERTS)
-        case "phi3":
-            return Names({**_LAYER, "ffn_up": "mlp.gate_up_proj"}, {})
-        case _:
-            return Names(_LAYER, _EXPERTS)
+_AS_IT_IS: Final = _Change()
 
 
-def forms_of(
-    records: Mapping[str, TensorRecord], names: Names, heads: int = 0
-) -> dict[str, TensorRecord | Published]:
+def forms_of(records: Mapping[str, TensorRecord], names: Names) -> dict[str, Form]:
     """Every parameter by Hugging Face's name, and how it is published.
 
-    Tensors that are called otherwise keep their names.  `heads`: of latent attention, whose kv_b
-    may be two tensors.  Raises CheckpointError for a type that is not read.
+    Tensors that are called otherwise keep their names.  Raises CheckpointError for a type that is
+    not read, HeaderError for parts that do not belong together.
     """
-    forms: dict[str, TensorRecord | Published] = {}
+    forms: dict[str, Form] = {}
     for record in records.values():
-        for name, part, turned in _parameters(record, names):
-            minus = 1.0 if names.shifted and record.name.endswith("norm.weight") else 0.0
-            forms[name] = _form(record, part, turned, minus)
+        for name, part, change in _parameters(record, names):
+            forms[name] = _form(record, part, change)
         match = _SPLIT_KEYS.fullmatch(record.name)
-        if match is not None and heads:
+        if match is not None and names.latent:
             name = f"model.layers.{match[1]}.self_attn.kv_b_proj.weight"
-            forms[name] = _joined(record, records.get(f"blk.{match[1]}.attn_v_b.weight"), heads)
+            values = records.get(f"blk.{match[1]}.attn_v_b.weight")
+            forms[name] = _latent(record, values, names.heads[0])
+    for layer in range(names.layers):
+        for name, halves in names.architecture.joined.items():
+            found = [records.get(f"blk.{layer}.{half}.weight") for half in halves]
+            joined = _joined([record for record in found if record is not None])
+            if joined is not None:
+                forms[names.architecture.at.format(layer) + name] = joined
     return forms
 
 
-def _joined(keys: TensorRecord, values: TensorRecord | None, heads: int) -> Published:
+def spare_of(records: Mapping[str, TensorRecord], names: Names) -> frozenset[str]:
+    """Tensors of layers that the model has besides its own, which guess further tokens."""
+    matches = {name: _IN_LAYER.fullmatch(name) for name in records}
+    return frozenset(
+        name for name, match in matches.items() if match and int(match[1]) >= names.layers
+    )
+
+
+def _joined(halves: Sequence[TensorRecord]) -> Joined | None:
+    """Gate and up projections as one tensor: one after the other, of each expert where stacked."""
+    if len(halves) != 2:
+        return None
+    gate, up = halves
+    if gate.shape != up.shape:
+        raise HeaderError(
+            f"{gate.file}: {gate.name!r} is {list(gate.shape)} and {up.name!r} {list(up.shape)}; "
+            "they must be alike"
+        )
+    *experts, rows, columns = gate.shape
+    stacks = [[half] if not experts else list(_stacked(half)) for half in halves]
+    pieces = tuple(
+        _form(half, part, _AS_IT_IS)
+        for pair in zip(*stacks, strict=True)
+        for half, part in zip(halves, pair, strict=True)
+    )
+    return Joined(pieces, (*experts, 2 * rows, columns))
+
+
+def _latent(keys: TensorRecord, values: TensorRecord | None, heads: int) -> Published:
     """kv_b_proj of keys [heads, kv_rank, nope_dim] and values [heads, value_dim, kv_rank]."""
     if values is None or len(keys.shape) != 3 or len(values.shape) != 3:
         raise HeaderError(f"{keys.file}: {keys.name!r} has no attn_v_b beside it, each of 3 sizes")
@@ -155,56 +164,109 @@ def _joined(keys: TensorRecord, values: TensorRecord | None, heads: int) -> Publ
     return Published(form, (heads * (nope + values.shape[1]), rank), parts)
 
 
-def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, TensorRecord, int]]:
-    """(name, bytes and shape, width of turned heads) of all parameters that a tensor holds."""
+def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, TensorRecord, _Change]]:
+    """(name, bytes and shape, what was done to it) of all parameters that a tensor holds."""
+    architecture = names.architecture
     stem, _, kind = record.name.rpartition(".")
-    if stem in _TRUNK:
-        yield f"{_TRUNK[stem]}.{kind}", record, 0
+    shifted = architecture.shifted and record.name.endswith("norm.weight")
+    change = _Change(minus=1.0) if shifted else _AS_IT_IS
+    if stem in architecture.trunk:
+        yield f"{architecture.trunk[stem]}.{kind}", record, change
         return
     match = _IN_LAYER.fullmatch(record.name)
     if match is None:
         return
-    layer, what, expert, stacked, kind = match.groups()
-    if what.endswith("_exps"):
-        what, stacked = what.removesuffix("_exps"), "_exps"
-    if (stacked or expert) and what in names.experts:
-        at, rest = names.at, f"{names.experts[what]}.{kind}"
-        if expert is not None:
-            yield at.format(layer, expert) + rest, record, 0
-            return
-        for index, part in enumerate(_stacked(record)):
-            yield at.format(layer, index) + rest, part, 0
+    layer, what, expert, kind = match.groups()
+    at = architecture.at.format(layer)
+    whole = names.layer.get(f"{what}.{kind or 'bias'}")
+    if whole is not None:
+        yield at + whole, record, change
         return
-    if what in _WHOLE:
-        yield f"model.layers.{layer}.{_WHOLE[what]}", record, 0
-    elif what in names.layer and not stacked and expert is None:
-        turned = names.turned if what in ("attn_q", "attn_k") else 0
-        yield f"model.layers.{layer}.{names.layer[what]}.{kind}", record, turned
+    if what == _FUSED and _FUSED not in names.layer:
+        for head, own in _heads_of(record, names):
+            yield f"{at}{names.layer[head]}.{kind}", own, _change(head, record, names)
+        return
+    if what == "ffn_gate_up_exps":
+        for index, both in enumerate(_stacked(record)):
+            for half, own in zip(_FUSED_EXPERTS, _halves(both), strict=True):
+                yield f"{at}{names.layer[half].format(index)}.{kind}", own, _AS_IT_IS
+        return
+    own_name = names.layer.get(what if expert is None else f"{what}_exps")
+    if own_name is None:
+        return
+    if "{}" in own_name and expert is None:
+        for index, part in enumerate(_stacked(record)):
+            yield f"{at}{own_name.format(index)}.{kind}", part, change
+        return
+    changed = change if shifted else _change(what, record, names)
+    yield f"{at}{own_name.format(expert)}.{kind}", record, changed
+
+
+def _change(what: str, record: TensorRecord, names: Names) -> _Change:
+    """What was done to a tensor of a layer that is no norm."""
+    architecture = names.architecture
+    if architecture.turned and what in _PERMUTED:
+        return _Change(turned=names.dim)
+    if architecture.grouped and what == _FUSED:
+        return _Change(groups=names.heads[1], width=names.dim)
+    if architecture.transposed and len(record.shape) == 2:
+        return _Change(transposed=True)
+    return _AS_IT_IS
+
+
+def _heads_of(record: TensorRecord, names: Names) -> Iterator[tuple[str, TensorRecord]]:
+    """Queries, keys and values that a file has in one tensor and the model in three."""
+    query, key = (heads * names.dim for heads in names.heads)
+    if record.shape[0] != query + 2 * key:
+        raise HeaderError(
+            f"{record.file}: {record.name!r} has {record.shape[0]} rows, and {names.heads[0]} "
+            f"heads of queries with {names.heads[1]} of keys and of values, of {names.dim} numbers "
+            f"each, have {query + 2 * key}"
+        )
+    at = 0
+    for part, rows in (("attn_q", query), ("attn_k", key), ("attn_v", key)):
+        yield part, _rows_of(record, at, rows)
+        at += rows
+
+
+def _halves(record: TensorRecord) -> tuple[TensorRecord, TensorRecord]:
+    rows = record.shape[0] // 2
+    return _rows_of(record, 0, rows), _rows_of(record, rows, rows)
+
+
+def _rows_of(record: TensorRecord, first: int, rows: int) -> TensorRecord:
+    each = record.nbytes // record.shape[0]
+    at = record.offset + first * each
+    return replace(record, shape=(rows, *record.shape[1:]), offset=at, nbytes=rows * each)
 
 
 def _stacked(record: TensorRecord) -> Iterator[TensorRecord]:
-    count, *shape = record.shape
-    each = record.nbytes // count
-    for index in range(count):
-        at = record.offset + index * each
-        yield replace(record, shape=tuple(shape), offset=at, nbytes=each)
+    for index in range(record.shape[0]):
+        one = _rows_of(record, index, 1)
+        yield replace(one, shape=record.shape[1:])
 
 
-def _form(
-    record: TensorRecord, part: TensorRecord, turned: int, minus: float
-) -> TensorRecord | Published:
-    if part.dtype in FLOATS and not turned and not minus:
+def _form(record: TensorRecord, part: TensorRecord, change: _Change) -> TensorRecord | Published:
+    if part.dtype in FLOATS and change == _AS_IT_IS:
         return part
-    row_bytes = part.nbytes // part.shape[0]
+    _check_kind(record)
     place = FileRange(part.file, part.offset, part.nbytes)
+    if change.groups or change.transposed:
+        rows, *columns = part.shape
+        shape = (*columns, rows) if change.transposed else part.shape
+        options = (
+            ("kind", part.dtype), ("rows", rows), ("columns", columns[0] if columns else 0),
+            ("groups", change.groups), ("width", change.width),
+        )  # fmt: skip
+        whole = {"blocks": PublishedPart(record.name, place, 0)}
+        return Published(FormName("gguf reordered", options), shape, whole)
+    row_bytes = part.nbytes // (prod(part.shape[:-1]) if len(part.shape) > 1 else part.shape[0])
     parts = {"blocks": PublishedPart(record.name, place, row_bytes)}
     if part.dtype in FLOATS:
-        options = (("dtype", part.dtype), ("turned", turned), ("minus", minus))
-        return Published(FormName("floats", options), part.shape, {"data": parts["blocks"]})
-    _check_kind(record)
-    return Published(
-        FormName("gguf", (("kind", part.dtype), ("turned", turned))), part.shape, parts
-    )
+        floats = (("dtype", part.dtype), ("turned", change.turned), ("minus", change.minus))
+        return Published(FormName("floats", floats), part.shape, {"data": parts["blocks"]})
+    name = FormName("gguf", (("kind", part.dtype), ("turned", change.turned)))
+    return Published(name, part.shape, parts)
 
 
 def _check_kind(record: TensorRecord) -> None:

@@ -23,7 +23,8 @@ _OWN_FACTORS: Final = ("rope_factors_long", "rope_freqs")
 # Keys below "rope." that are read here or by an architecture, or say nothing of numbers: sections
 # are of axes that agree for text.
 _KNOWN: Final = frozenset({
-    "dimension_count", "dimension_sections", "freq_base", "freq_base_swa", "scale_linear",
+    "dimension_count", "dimension_count_swa", "dimension_sections", "freq_base", "freq_base_swa",
+    "scale_linear",
     "scaling.type", "scaling.factor", "scaling.attn_factor", "scaling.finetuned",
     "scaling.original_context_length", "scaling.yarn_log_multiplier",
     "scaling.yarn_beta_fast", "scaling.yarn_beta_slow",

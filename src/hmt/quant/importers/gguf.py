@@ -20,7 +20,7 @@ from hmt.kernels import gguf_packing, ops
 from hmt.kernels.reference.packing import pack_blocks
 from hmt.quant.importers.floats import Floats
 from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_order import turn_back
+from hmt.quant.importers.row_order import grouped_by_heads, turn_back
 from hmt.quant.packed import Format, empty_weight, pack_groups, row_slice
 
 # Rows are unpacked so many bytes at a time: what is made of them on the way stays in the cache.
@@ -120,6 +120,48 @@ class GgufLatent(WeightImporter):
         )
         rows = torch.cat(both, dim=1).view(-1, self.rank)
         target.data.copy_(rows[first : first + target.shape[0]])
+
+
+@dataclass(frozen=True, slots=True)
+class GgufReordered:
+    """A tensor whose rows belong elsewhere, or whose rows are columns here.
+
+    kind      its type
+    rows      of it
+    columns   0: it is a vector
+    groups    heads of keys, in whose order queries, keys and values belong together, where they
+              were published one after the other; 0: it is to be transposed, and becomes f32
+    width     rows of a head
+
+    Part: blocks [rows, bytes of a row], whole.
+    """
+
+    kind: str
+    rows: int
+    columns: int
+    groups: int
+    width: int = 0
+
+    def format(self, shape: tuple[int, ...]) -> Format:
+        """See Form."""
+        if not self.groups:
+            return Format(Encoding.F32)
+        return self._own().format(shape)
+
+    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
+        """See Form."""
+        raw = parts["blocks"]
+        end = first + target.shape[0]
+        if not self.groups:
+            numbers = _dequantized(raw, self.kind, self.rows, self.columns)
+            target.data.copy_(numbers.T[first:end])
+            return
+        ordered = grouped_by_heads(raw.reshape(self.rows, -1), self.groups, self.width)
+        own = ordered[first:end].contiguous()
+        self._own().unpack({"data": own, "blocks": own}, target, first)
+
+    def _own(self) -> "Gguf | Floats":
+        return Gguf(self.kind) if self.kind in _FORMATS else Floats(self.kind)
 
 
 def _numbers(kind: str) -> int:

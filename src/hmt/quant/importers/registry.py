@@ -11,7 +11,7 @@ from hmt.quant.importers.compressed_tensors import CompressedIntegers
 from hmt.quant.importers.floats import Floats
 from hmt.quant.importers.fp4 import MXFP4, NVFP4
 from hmt.quant.importers.fp8 import FP8
-from hmt.quant.importers.gguf import Gguf, GgufLatent
+from hmt.quant.importers.gguf import Gguf, GgufLatent, GgufReordered
 from hmt.quant.importers.gptq import GPTQ
 from hmt.quant.importers.interface import InPlaceImporter, WeightImporter
 from hmt.quant.importers.stacked_floats import StackedFloats
@@ -30,6 +30,7 @@ _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "nvfp4": NVFP4,
     "gguf": Gguf,
     "gguf latent": GgufLatent,
+    "gguf reordered": GgufReordered,
 }
 
 

@@ -1,5 +1,6 @@
 """Rows that lie in another order than models want them."""
 
+import torch
 from torch import Tensor
 
 
@@ -11,3 +12,17 @@ def turn_back(rows: Tensor, width: int) -> Tensor:
     """
     pairs = rows.reshape(-1, width // 2, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def grouped_by_heads(rows: Tensor, groups: int, width: int) -> Tensor:
+    """Rows of all queries, then all keys, then all values, by groups of heads; a copy.
+
+    A group is the queries that share a key, the key, and the value.
+
+    groups   heads of keys
+    width    rows of a head
+    """
+    keys = groups * width
+    query, key, value = rows.split([len(rows) - 2 * keys, keys, keys])
+    parts = [part.reshape(groups, -1, *rows.shape[1:]) for part in (query, key, value)]
+    return torch.cat(parts, dim=1).reshape(rows.shape)

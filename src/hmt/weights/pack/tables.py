@@ -5,40 +5,20 @@ was published in; where it lies on the disk, a lookup reads few rows of it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
-from torch import Tensor
-from typing_extensions import override
 
 from hmt.contracts.blocks import BlockId, Role
 from hmt.contracts.checkpoint import FileRange
-from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.kernels import ops
-from hmt.quant import Format, empty_weight
-from hmt.quant.importers import WeightImporter
+from hmt.contracts.encoding import Encoding
+from hmt.quant import Format
+from hmt.quant.importers import DequantizedImporter
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart
 from hmt.weights.layout import BlockLayout, RowHolder, RowSpan, Table, TablePart, Target, lay_out
 
 _NUMBERS: Final = Format(Encoding.F32)
-
-
-@dataclass(frozen=True, slots=True)
-class Numbers(WeightImporter):
-    """See Form: what `form` unpacks, as numbers."""
-
-    form: WeightImporter
-
-    @override
-    def format(self, shape: tuple[int, ...]) -> Format:
-        return _NUMBERS
-
-    @override
-    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        codes = empty_weight(self.form.format(target.shape), target.shape)
-        self.form.unpack(parts, codes, first)
-        target.data.copy_(ops.dequantize(codes, torch.float32))
 
 
 def lay_out_pack(
@@ -62,13 +42,13 @@ def lay_out_pack(
 def _as_numbers(param: BoundParam) -> BoundParam:
     if param.spec.role is not Role.TABLE or param.form is None or param.format.encoding.is_float:
         return param
-    return replace(param, format=_NUMBERS, form=Numbers(param.form))
+    return replace(param, format=_NUMBERS, form=DequantizedImporter(param.form))
 
 
 def _of_rows(block: BlockId, name: str, table: Table) -> Table:
     """`table` as it will lie in the pack, where that is not how it was published."""
     param = table.param
-    if not isinstance(param.form, Numbers):
+    if not isinstance(param.form, DequantizedImporter):
         return table
     rows, columns = param.spec.shape
     row_bytes = columns * torch.float32.itemsize

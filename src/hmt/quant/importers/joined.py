@@ -1,0 +1,64 @@
+"""A parameter that is published as several, one after the other."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.encoding import PANEL_ROWS, Encoding, WeightTensor
+from hmt.kernels import ops
+from hmt.quant.importers.interface import WeightImporter
+from hmt.quant.packed import Format, empty_weight, row_slice
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a parameter that one importer brings.
+
+    first   of its rows, in what is published
+    shape   of the numbers
+    """
+
+    importer: WeightImporter
+    first: int
+    shape: tuple[int, ...]
+
+    @property
+    def format(self) -> Format:
+        """What it becomes in memory."""
+        return self.importer.format(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedPieces:
+    """As published where all pieces are alike; else their numbers.
+
+    Parts: those of each piece, behind its number and a point.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    def format(self, shape: tuple[int, ...]) -> Format:
+        """See Form."""
+        first, *others = (piece.format for piece in self.pieces)
+        whole = all(piece.shape[0] % PANEL_ROWS == 0 for piece in self.pieces[:-1])
+        return first if whole and all(own == first for own in others) else Format(Encoding.F32)
+
+    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
+        """See Form."""
+        row = 0
+        for number, piece in enumerate(self.pieces):
+            own = {
+                name.removeprefix(f"{number}."): part
+                for name, part in parts.items()
+                if name.startswith(f"{number}.")
+            }
+            rows = row_slice(target, row, row + piece.shape[0])
+            row += piece.shape[0]
+            if self.format(target.shape) == piece.format:
+                piece.importer.unpack(own, rows, piece.first)
+                continue
+            weight = empty_weight(piece.format, piece.shape)
+            piece.importer.unpack(own, weight, piece.first)
+            rows.data.copy_(ops.dequantize(weight, torch.float32))
