@@ -11,8 +11,9 @@ import torch
 from hmt.base.errors import BudgetError, RequestError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.encoding import Packing
 from hmt.contracts.machine import Machine
-from hmt.contracts.model import PAGE_TOKENS, Model
+from hmt.contracts.model import EXPERT_UNPACKED_BYTES, PAGE_TOKENS, Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.experts.predictor import Transitions, expert_count
@@ -138,6 +139,16 @@ def _matrices(layouts: Iterable[BlockLayout], *kinds: BlockKind) -> Iterator[tup
             yield from (shape for shape in shapes if len(shape) == 2)
 
 
+def _unpacked_expert_bytes(layouts: Iterable[BlockLayout], experts: int, itemsize: int) -> int:
+    """What a device takes for numbers made of experts in ggml's blocks: one at least."""
+    largest = 0
+    for layout in layouts:
+        if layout.id.kind is BlockKind.EXPERT:
+            inside = (p for p in layout.placed if p.format.encoding.packing is Packing.BLOCKS)
+            largest = max(largest, sum(prod(p.param.spec.shape) for p in inside) * itemsize)
+    return min(max(EXPERT_UNPACKED_BYTES, largest), experts * largest)
+
+
 def _check_physical(plan: Plan) -> None:
     """Refuse a plan that this machine cannot hold; a budget that is not used up may be larger."""
     needed, most = sum(plan.reserved.values()), physical_host_bytes()
@@ -196,7 +207,10 @@ def demand_of(
         experts_alike=laid_out_alike(
             [layout for layout in distinct if layout.id.kind is BlockKind.EXPERT]
         ),
-        matrix_bytes=max(map(prod, _matrices(distinct, *_DENSE)), default=0) * model.dtype.itemsize,
+        matrix_bytes=max(
+            max(map(prod, _matrices(distinct, *_DENSE)), default=0) * model.dtype.itemsize,
+            _unpacked_expert_bytes(distinct, expert_count(model.spec), model.dtype.itemsize),
+        ),
         expert_token_bytes=max(map(sum, _matrices(distinct, BlockKind.EXPERT)), default=0)
         * model.spec.experts_per_token
         * model.dtype.itemsize,
