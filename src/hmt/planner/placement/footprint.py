@@ -35,7 +35,7 @@ class Demand:
     score_bytes         the most that attention scores take at once
     batch               requests that run at once
     transition_bytes    statistics from which experts are guessed
-    matrix_bytes        the largest matrix of a layer, or experts, unpacked for many tokens on a device
+    matrix_bytes        the largest matrix, or some experts, unpacked for many tokens on a device
     expert_token_bytes  activations between the matrices of one token's experts
     prefix_bytes        what pages pass through that are kept on the disk for other texts
     kv_sizes            of pages at several levels; None: all are near
