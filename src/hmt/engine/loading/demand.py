@@ -8,8 +8,10 @@ from math import prod
 import torch
 
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.contracts.model import PAGE_TOKENS, Model
+from hmt.contracts.encoding import Packing
+from hmt.contracts.model import EXPERT_UNPACKED_BYTES, PAGE_TOKENS, Model
 from hmt.engine.config import EngineConfig
+from hmt.engine.experts.predictor import expert_count
 from hmt.engine.loading.kv import selection_of
 from hmt.engine.loading.prefix_cache import prefix_bytes
 from hmt.engine.loading.source import Source
@@ -97,7 +99,10 @@ def demand_of(
         experts_alike=laid_out_alike(
             [layout for layout in distinct if layout.id.kind is BlockKind.EXPERT]
         ),
-        matrix_bytes=max(map(prod, _matrices(distinct, *_DENSE)), default=0) * model.dtype.itemsize,
+        matrix_bytes=max(
+            max(map(prod, _matrices(distinct, *_DENSE)), default=0) * model.dtype.itemsize,
+            _unpacked_expert_bytes(distinct, expert_count(model.spec), model.dtype.itemsize),
+        ),
         expert_token_bytes=max(map(sum, _matrices(distinct, BlockKind.EXPERT)), default=0)
         * model.spec.experts_per_token
         * model.dtype.itemsize,
@@ -112,3 +117,13 @@ def _matrices(layouts: Iterable[BlockLayout], *kinds: BlockKind) -> Iterator[tup
         if layout.id.kind in kinds:
             shapes = (placed.param.spec.shape for placed in layout.placed)
             yield from (shape for shape in shapes if len(shape) == 2)
+
+
+def _unpacked_expert_bytes(layouts: Iterable[BlockLayout], experts: int, itemsize: int) -> int:
+    """What a device takes for numbers made of experts in ggml's blocks: one at least."""
+    largest = 0
+    for layout in layouts:
+        if layout.id.kind is BlockKind.EXPERT:
+            inside = (p for p in layout.placed if p.format.encoding.packing is Packing.BLOCKS)
+            largest = max(largest, sum(prod(p.param.spec.shape) for p in inside) * itemsize)
+    return min(max(EXPERT_UNPACKED_BYTES, largest), experts * largest)

@@ -50,7 +50,7 @@ class Demand:
     score_bytes         the most that attention scores take at once
     batch               requests that run at once
     prefetch_experts    whether experts are read from the disk before routers choose them
-    matrix_bytes        the largest matrix of a layer, unpacked, as a device multiplies many tokens
+    matrix_bytes        the largest matrix, or some experts, unpacked for many tokens on a device
     expert_token_bytes  activations between the matrices of one token's experts
     prefix_bytes        what pages pass through that are kept on the disk for other texts
     kv_sizes            of pages at several levels; None: all are near

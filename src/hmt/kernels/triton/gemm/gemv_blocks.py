@@ -146,6 +146,37 @@ def row_totals(
 
 
 @triton.jit
+def _weight_of(panel, data, scales, rows, COUNT: tl.constexpr, APART: tl.constexpr):
+    """Which of up to three weights, one after the other, panel `panel` is of.
+
+    (Its number there, int64 addresses of that weight's data and scales, rows of it, rows before it,
+    and which it is.)
+    """
+    at = data[0].to(tl.int64)
+    scales_at = at
+    if APART:
+        scales_at = scales[0].to(tl.int64)
+    count, column, which = rows[0], 0, 0
+    if COUNT > 1:
+        before = tl.cdiv(rows[0], 16)
+        if panel >= before:
+            panel -= before
+            column, count, which = rows[0], rows[1], 1
+            at = data[1].to(tl.int64)
+            if APART:
+                scales_at = scales[1].to(tl.int64)
+            if COUNT > 2:
+                after = tl.cdiv(rows[1], 16)
+                if panel >= after:
+                    panel -= after
+                    column, count, which = rows[0] + rows[1], rows[2], 2
+                    at = data[2].to(tl.int64)
+                    if APART:
+                        scales_at = scales[2].to(tl.int64)
+    return panel, at, scales_at, count, column, which
+
+
+@triton.jit
 def _few_tokens(
     out, x, x_scales, x_sums, grid, data_0, data_1, data_2, scales_0, scales_1, scales_2,
     bias_0, bias_1, bias_2, rows_0, rows_1, rows_2, tokens, blocks, wides, x_row, out_row,
@@ -158,25 +189,10 @@ def _few_tokens(
     """Axis 0: TOKENS tokens, so that those who read the same follow each other; axis 1: panels."""
     next_may_begin(DEPENDENT)
     panel = tl.program_id(1)
-    data, scales, which, rows, column = data_0.to(tl.int64), data_0.to(tl.int64), 0, rows_0, 0
-    if APART:
-        scales = scales_0.to(tl.int64)
-    if COUNT > 1:
-        before = tl.cdiv(rows_0, 16)
-        if panel >= before:
-            panel -= before
-            column, rows, which = rows_0, rows_1, 1
-            data = data_1.to(tl.int64)
-            if APART:
-                scales = scales_1.to(tl.int64)
-            if COUNT > 2:
-                after = tl.cdiv(rows_1, 16)
-                if panel >= after:
-                    panel -= after
-                    column, rows, which = rows_0 + rows_1, rows_2, 2
-                    data = data_2.to(tl.int64)
-                    if APART:
-                        scales = scales_2.to(tl.int64)
+    panel, data, scales, rows, column, which = _weight_of(
+        panel, (data_0, data_1, data_2), (scales_0, scales_1, scales_2),
+        (rows_0, rows_1, rows_2), COUNT, APART,
+    )  # fmt: skip
     nbytes = panel.to(tl.int64) * blocks * (WORDS * 64)
     taken = panel.to(tl.int64) * blocks * 32
     data += nbytes
