@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from hmt.engine.execution.graphs.full import GraphDecoding
 
 import hmt
 from hmt.contracts.encoding import BLOCK_SHAPES
+from hmt.engine.execution.graphs.runner import GraphRunner
 
 HIDDEN, HEADS, EXPERTS, VOCABULARY = 256, 4, 3, 64
 # (numbers, bytes) of a block, and where f16 numbers are in it; at byte 0 where nothing is said.
@@ -95,7 +95,7 @@ def taken_bytes(gpu: str) -> int:
         return 0
     from hmt.memory.device import open_device
 
-    device = open_device("cuda:0")
+    device = open_device("0")
     device.empty_cache()
     return device.used_bytes()
 
@@ -107,16 +107,16 @@ def test_steps_of_every_type_are_captured(tmp_path, monkeypatch, gpu, table, tie
     request = hmt.Request(input=[3, 17, 5], max_new_tokens=4, ignore_eos=True)
     told: list[str] = []
     monkeypatch.setattr(
-        "hmt.engine.execution.graphs.full.warn_once", lambda *what: told.append(what)
+        "hmt.engine.execution.graphs.runner.warn_once", lambda *what: told.append(what)
     )
     options = {"host_memory": "128MiB", "context": 64}
     memory = taken_bytes(gpu) + (256 << 20)
     with hmt.Engine(gpu_memory=memory, gpu_id=gpu, **options) as engine:
         model = engine.load_model(path)
         found = model.infer(request).token_ids
-        captured = model._core._executor._captured
-        assert isinstance(captured, GraphDecoding), type(captured)
-        assert captured._works and captured._captured and not told
+        captured = model._core.runner.executor.graphs
+        assert isinstance(captured, GraphRunner), type(captured)
+        assert captured.works and captured.graphs[False] and not told
         assert captured._looks_up, "tokens are looked up by the CPU"
         assert gpu == "fake" or model.prepared.model.dtype is torch.bfloat16
     if gpu == "fake":
