@@ -47,6 +47,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "verify_reads": "always",
         "threads": 1,
         "numa": "0",
+        "activations": "exact",
         "expert_cache_policy": "lru",
         "expert_prefetch": False,
         "goal": "latency",

@@ -37,9 +37,9 @@ def test_old_options_of_the_engine_are_understood(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_benchmark_that_left_the_package_says_where_it_went(hmt) -> None:
-    names = [command.name for command in hmt_bench_app.registered_commands]
-    assert set(names) == set(_MOVED)
-    for name in names:
+    names = {command.name for command in hmt_bench_app.registered_commands}
+    assert set(_MOVED) <= names
+    for name in _MOVED:
         done = hmt("bench", name, "--folder", "x")
         assert done.code == 2 and done.err.count("\n") == 1
         assert f"python -m hmt_bench {name}" in done.err

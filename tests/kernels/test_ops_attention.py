@@ -1,5 +1,6 @@
 """Attention against float64 and against transformers, and the merge of its parts."""
 
+import importlib
 import math
 from types import SimpleNamespace
 
@@ -11,8 +12,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from hmt.kernels import ops, reference
-from hmt.kernels.reference import attention
 
+# The package exports a function of the module's name.
+attention = importlib.import_module("hmt.kernels.reference.attention")
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -105,8 +107,8 @@ def test_chunks_of_queries_and_keys_do_not_change_the_result(monkeypatch, window
     limits = {"start": start, "scale": 0.25, "window": window}
     whole = reference.attention(*given, **limits)
     fused = ops.attention_output(*given, **limits)
-    monkeypatch.setattr("hmt.kernels.reference.attention.ATTENTION_WORKSPACE_BYTES", 4 * 4 * 50 * 4)
-    monkeypatch.setattr("hmt.kernels.reference.attention._KEY_BLOCK", 8)
+    monkeypatch.setattr(attention, "ATTENTION_WORKSPACE_BYTES", 4 * 4 * 50 * 4)
+    monkeypatch.setattr(attention, "_KEY_BLOCK", 8)
     torch.testing.assert_close(reference.attention(*given, **limits), whole)
     torch.testing.assert_close(ops.attention_output(*given, **limits), fused)
 

@@ -10,6 +10,7 @@ from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.contracts.model import CHUNK_TOKENS
 from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
+from hmt.kernels.weight_rows import rows_of
 from hmt.layers import LatentAttention, mla
 from hmt.layers.rope import Rotary
 from hmt.quant import pack_codes, pack_groups
@@ -163,7 +164,7 @@ def test_rows_of_a_weight_are_a_weight(activations):
     for weight in weights:
         whole = ops.linear(x, weight)
         for first, end in ((0, 32), (32, 96), (0, 96)):
-            some = mla._rows_of(weight, first, end)
+            some = rows_of(weight, first, end)
             assert some.shape == (end - first, columns)
             assert torch.equal(ops.linear(x, some), whole[:, first:end])
-            assert mla._rows_of(weight, first, end) is some
+            assert rows_of(weight, first, end) is some

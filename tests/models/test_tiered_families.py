@@ -196,7 +196,7 @@ def test_choices_share_a_prompt_that_windows_forget(batch: int, tmp_path: Path) 
     with hmt.Engine(**options | {"max_batch": batch}) as engine:
         model = engine.load_model(tmp_path)
         kv = model._core.memory.kv
-        assert not kv.can_rewind(), "layers with a window have rings"
+        assert not kv.allocator.can_rewind(), "layers with a window have rings"
         apart = [model.infer(request).token_ids for request in requests]
         before = model.summary().prompt.tokens
         answers = model.infer_choices(requests[0], len(requests))

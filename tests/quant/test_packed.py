@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hmt.contracts.encoding import Activations, Encoding
+from hmt.contracts.encoding import BLOCK_SHAPES, Activations, Encoding
 from hmt.kernels import reference
 from hmt.kernels.reference import packing
 from hmt.quant import (
@@ -41,14 +41,16 @@ def test_component_bytes(form, shape, expected):
 @given(st.sampled_from(list(Encoding)), st.integers(1, 40), st.integers(1, 4))
 def test_views_cover_the_buffer_and_share_its_memory(encoding, rows, groups):
     form = Format(encoding, 32, (16, 24), Activations.INT8_TOKEN)
-    shape = (rows, 32 * groups)
+    block = BLOCK_SHAPES.get(encoding)
+    shape = (rows, (32 if block is None else block.numbers) * groups)
     buffers = [torch.zeros(size, dtype=torch.uint8) for size in component_bytes(form, shape)]
     w = view_weight(form, shape, *buffers)
     assert (w.encoding, w.shape, w.activations) == (encoding, shape, Activations.INT8_TOKEN)
     for component, buffer in zip(form.components(shape), buffers, strict=True):
         view = getattr(w, component.name)
         assert view.data_ptr() == buffer.data_ptr() and view.nbytes == len(buffer)
-    assert (w.scales is None) == encoding.is_float
+    whole = block is not None and block.scale_at is None
+    assert (w.scales is None) == (encoding.is_float or whole)
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(0, 99))
