@@ -8,6 +8,7 @@ medians over the rounds count, and ratios within one run.
 import json
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ from hmt.base.units import MIB
 from hmt.bench.environment import describe
 from hmt.contracts.request import Request
 from hmt.engine import Engine
+from hmt_bench.llama_cpp import LlamaCpp, load_llama_cpp
 from hmt_bench.peer_environment import peer_environment
 
 PROMPT_TOKENS = 512
@@ -70,21 +72,27 @@ def run(
 ) -> dict[str, Any]:
     """Measure one file; an entry of a benchmark file.
 
-    programs   llama-bench of other engines, by the engine's name
+    programs   llama-bench of other engines, by the engine's name; on a CPU the package
+               llama-cpp-python is llama.cpp where it is installed and no program is
     options    of hmt.Engine, besides those that `setting` gives
     Raises MachineError where a program is none, and what loading raises.
     """
     for name, program in programs.items():
         if not program.is_file():
             raise MachineError(f"{program} is not llama-bench of {name}: build it, or leave it out")
-    found = {name: Rates() for name in ("HMT", *programs)}
+    in_process = setting.gpu_bytes == 0 and "llama.cpp" not in programs and _has_llama_cpp()
+    peers = [*(["llama.cpp"] if in_process else []), *programs]
+    found = {name: Rates() for name in ("HMT", *peers)}
     machine: dict[str, Any] = {}
     for number in range(1, rounds + 1):
         progress(f"{file.name}: HMT, round {number} of {rounds}")
         machine = _hmt(file, setting, options or {}, found["HMT"])
-        for name, program in programs.items():
+        for name in peers:
             progress(f"{file.name}: {name}, round {number} of {rounds}")
-            _peer(file, setting, program, found[name])
+            if name in programs:
+                _peer(file, setting, programs[name], found[name])
+            else:
+                _llama_cpp(file, setting, found[name])
     engines = {name: rates.summary() for name, rates in found.items()}
     ratios = {
         name: {
@@ -138,6 +146,28 @@ def _hmt(file: Path, setting: Setting, options: Mapping[str, Any], rates: Rates)
         rates.decode.append(steps / (decoded.generation.seconds - read.generation.seconds))
         rates.note = "; ".join(decoded.notes)
         return describe(model.prepared.machine)
+
+
+def _has_llama_cpp() -> bool:
+    try:
+        load_llama_cpp()
+    except MachineError:
+        return False
+    return True
+
+
+def _llama_cpp(file: Path, setting: Setting, rates: Rates) -> None:
+    """One round in this process, timed inside llama_decode alone; with the faster attention."""
+    peer = LlamaCpp(file, setting.threads)
+    with closing(peer):
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(2, 1000, (setting.prompt + setting.tokens,), generator=generator)
+        prompt, others = ids[: setting.prompt].tolist(), ids[setting.prompt :].tolist()
+        peer.prompt(prompt, flash=True)  # warms up
+        read = min(peer.prompt(prompt, flash=flash) for flash in (True, False))
+        wrote = min(peer.generate([prompt[:8]], [others], flash=flash) for flash in (True, False))
+    rates.prompt.append(setting.prompt / read)
+    rates.decode.append(setting.tokens / wrote)
 
 
 def _peer(file: Path, setting: Setting, program: Path, rates: Rates) -> None:

