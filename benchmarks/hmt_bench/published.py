@@ -7,6 +7,7 @@ medians over the rounds count, and ratios within one run.
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -157,17 +158,35 @@ def _has_llama_cpp() -> bool:
 
 
 def _llama_cpp(file: Path, setting: Setting, rates: Rates) -> None:
-    """One round in this process, timed inside llama_decode alone; with the faster attention."""
-    peer = LlamaCpp(file, setting.threads)
-    with closing(peer):
+    """One round in a process of its own, whose OpenMP workers wait as llama.cpp has them."""
+    code = "from hmt_bench.published import time_llama_cpp; time_llama_cpp()"
+    sizes = map(str, (setting.threads, setting.prompt, setting.tokens))
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(file), *sizes],
+        capture_output=True, text=True, timeout=_PATIENCE_S, env=peer_environment(),
+    )  # fmt: skip
+    if done.returncode:
+        rates.note = f"failed: {done.stderr.strip()[-250:]}"
+        return
+    prompt, decode = json.loads(done.stdout)
+    rates.prompt.append(prompt)
+    rates.decode.append(decode)
+
+
+def time_llama_cpp() -> None:
+    """Print tokens per second of a prompt and of decoding, timed inside llama_decode alone.
+
+    Of both kinds of attention the faster one counts.  Arguments: file, threads, prompt, tokens.
+    """
+    threads, count, tokens = map(int, sys.argv[2:])
+    with closing(LlamaCpp(Path(sys.argv[1]), threads)) as peer:
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(2, 1000, (setting.prompt + setting.tokens,), generator=generator)
-        prompt, others = ids[: setting.prompt].tolist(), ids[setting.prompt :].tolist()
+        ids = torch.randint(2, 1000, (count + tokens,), generator=generator).tolist()
+        prompt, others = ids[:count], ids[count:]
         peer.prompt(prompt, flash=True)  # warms up
         read = min(peer.prompt(prompt, flash=flash) for flash in (True, False))
         wrote = min(peer.generate([prompt[:8]], [others], flash=flash) for flash in (True, False))
-    rates.prompt.append(setting.prompt / read)
-    rates.decode.append(setting.tokens / wrote)
+    print(json.dumps([count / read, tokens / wrote]))
 
 
 def _peer(file: Path, setting: Setting, program: Path, rates: Rates) -> None:
