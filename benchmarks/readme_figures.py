@@ -30,6 +30,11 @@ _BESIDE = {
     "2GiB near, host int8": "offloaded",
     "2GiB near, host exact": "offloaded",
 }
+_BESIDE_TITLES = {
+    "all near": "KV cache on the GPU",
+    "2GiB near, host int8": "2 GiB of it on the GPU, host pages int8",
+    "2GiB near, host exact": "2 GiB of it on the GPU, host pages exact",
+}
 _HYBRID, _KV_SPEED = "gpu-hybrid-61-layers-30-with-experts-h200.json", "kv-speed-8b-h200.json"
 _BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py {} -->", "<!-- /figures -->"
 
@@ -52,7 +57,7 @@ def _load(name: str) -> dict[str, Any]:
 
 
 def peers() -> list[str]:
-    """Tokens per second of HMT and of llama.cpp, medians of runs that took turns."""
+    """Tokens per second of HMT and of llama.cpp, medians of interleaved runs."""
     lines = ["| tokens/s | | HMT | llama.cpp | ratio |", "|---|---|---|---|---|"]
     for model, name in _PEERS.items():
         for number, result in enumerate(_load(name)["results"]):
@@ -111,8 +116,8 @@ def gpu_kernels() -> list[str]:
     )
     lines += [
         "",
-        "Attention of one token (32 heads share 8 of keys and values in bf16) reads them at so "
-        f"much of that rate: {reads} with 32768 and 131072 positions of one sequence and 4096 of "
+        "Attention of one token (32 query heads, 8 KV heads in bf16) reads the KV cache at this "
+        f"share of that rate: {reads} with 32768 and 131072 positions of one sequence and 4096 of "
         "32. The 9 MB of a [4096, 4096] matrix in int4 take 2.4 us at that rate, about as long as "
         "a kernel needs to begin and to end. Torch's "
         f"own products reach {content['peaks']['bf16'] / 1e12:.0f} Top/s in bf16 and "
@@ -140,9 +145,10 @@ def larger() -> list[str]:
     return [
         *lines,
         "",
-        f"Of the dense model every byte is read for every token, and {dense['overlap']:.0%} of the "
-        "computing runs beside the reading. Experts follow a recorded routing; they are read once "
-        f"the router has spoken, and {moe['hit_rate']:.0%} were in memory.",
+        "HMT reads every byte of the dense model for every token, and "
+        f"{dense['overlap']:.0%} of the computing overlaps with the "
+        "reading. Experts follow a recorded routing; they are read "
+        f"after the router chose them, and {moe['hit_rate']:.0%} were in memory.",
     ]
 
 
@@ -155,15 +161,15 @@ def keys_and_values() -> list[str]:
     lengths = pages["lengths"]
     return [
         f"A prompt of {prefix['tokens']} tokens that an earlier process computed has its first "
-        f"token after {read:.2f} s from the disk, and after {computed:.0f} s computed anew "
+        f"token after {read:.2f} s with its KV cache from disk, and after {computed:.0f} s without "
         f"(small dense model, two Xeon cores): {computed / read:.0f} times sooner. Pages of 16 "
-        f"tokens waste {wasted[16]:.1%} of their room where texts have {lengths['mean']:.0f} "
-        f"tokens on average, and one page of 4096 for each text {wasted[4096]:.0%}.",
+        f"tokens waste {wasted[16]:.1%} of their room where sequences have {lengths['mean']:.0f} "
+        f"tokens on average; one page of 4096 for each sequence wastes {wasted[4096]:.0%}.",
     ]
 
 
 def gpu() -> list[str]:
-    """Models on one GPU, beside others, and long contexts with few of their keys on it."""
+    """Models on one GPU, beside others, and long contexts whose KV cache is mostly offloaded."""
     lines = ["| tokens/s | | HMT | | ratio |", "|---|---|---|---|---|"]
     for model, name in _ON_A_GPU.items():
         [result] = _load(name)["results"]
@@ -172,7 +178,7 @@ def gpu() -> list[str]:
             beside = "-" if peer is None else f"{result['peer']['name']} {_rounded(peer)}"
             ratio = "-" if peer is None else f"{case['ratio']:.{0 if case['ratio'] >= 10 else 2}f}"
             if peer is not None and "layers in host memory measured" in result["peer"]["note"]:
-                beside += " (bf16, reckoned from three of its layers)"
+                beside += " (bf16, extrapolated from three layers)"
             first = "" if number else model
             own = _rounded(case["tokens_per_s"])
             lines.append(f"| {first} | {case['name']} | {own} | {beside} | {ratio} |")
@@ -180,25 +186,26 @@ def gpu() -> list[str]:
     far = {one["name"]: one["cases"][-1] for one in levels["results"] + levels["peers"]}
     for name, other in _BESIDE.items():
         own, its = far[name]["tokens_per_s"], far[f"transformers, {other}"]["tokens_per_s"]
-        what = f"after {far[name]['context']} positions, {name}"
+        where = "on the GPU" if other == "near" else other
+        what = f"after {far[name]['context']} positions, {_BESIDE_TITLES[name]}"
         lines.append(
             f"| {'Llama, 8 billion' if name == 'all near' else ''} | {what} | {_rounded(own)} "
-            f"| transformers (bf16), {other} {its:.2g} | {own / its:.0f} |"
+            f"| transformers (bf16), {where} {its:.2g} | {own / its:.0f} |"
         )
     hybrid = _load(_HYBRID)
     steps = {(s["routing"], s["batch"], s["context"]): s for s in hybrid["steps"]}
     one, many, long = (steps["uniform", *at] for at in ((1, 1024), (16, 1024), (1, 131072)))
     own, layers = hybrid["expert_layers"], hybrid["sparse_layers"]
-    held = f" (of {own} of {layers} layers' experts; the others read those, byte for byte as many)"
+    held = f" (experts of {own} of {layers} layers; the other layers read these, as many bytes)"
     return [
         *lines,
         "",
         "DeepSeek-V3's shape with 671 billion parameters in 4 bits in host memory"
         f"{held if own < layers else ''}, {hybrid['machine']['cores']} cores and "
-        f"{hybrid['gpu_memory']} of the card, keys and values of 131,072 positions among them: "
+        f"{hybrid['gpu_memory']} of the card, the KV cache of 131,072 positions included: "
         f"{one['tokens_per_s']:.1f} tokens/s, {long['tokens_per_s']:.1f} at the end of the "
         f"context, {many['tokens_per_s']:.1f} of 16 sequences together. Nothing is cached and all "
-        f"experts are used alike; link and CPU at once would allow {1 / one['allowed_s']:.1f}.",
+        f"experts are used equally; link and CPU together would allow {1 / one['allowed_s']:.1f}.",
         "",
         *gpu_kernels(),
     ]

@@ -5,7 +5,7 @@
   kernels are compared with `debug` only, too.
 * Each call of a function by a kernel looks through triton.language for what is to be replaced; that
   was done when the kernel began.
-* Each result gets a type of its own, whose shape is checked, wrapped and written out.  There are
+* Each result gets its own type, whose shape is checked, wrapped and written out.  There are
   few types, and nothing changes one: each is made once.
 * Shapes are compared by wrapping both anew.
 """

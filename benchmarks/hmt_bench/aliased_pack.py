@@ -1,8 +1,8 @@
 """Packs of any size that take little of the disk: all layers lie at the same place.
 
 The manifest of a pack says where each block lies.  Here the layers of a small pack stand for all
-layers of a large model, by turns: it is read, placed and computed like any other, block by block
-into memory of its own, and only the disk's own cache could tell the difference.
+layers of a large model, in turn: it is read, placed and computed like any other, block by block
+into its own memory, and only the disk's own cache could tell the difference.
 """
 
 import json

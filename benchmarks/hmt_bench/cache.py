@@ -27,7 +27,7 @@ _SYNTHETIC_STEPS = 1000
 _DENSE_BLOCKS, _DENSE_ROUNDS = 64, 20
 _DENSE_RESIDENCIES = (0.25, 0.5, 0.75)
 _DENSE: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRU, "scan": lambda: DenseByScan(LRU())}
-_FORESEEN_RESIDENCY = 0.375
+_PREDICTED_RESIDENCY = 0.375
 _COST_BLOCKS = 6000
 _COST_ROUNDS = 3000
 
@@ -128,12 +128,12 @@ def curve(trace: Trace, name: str, residencies: Sequence[float] = RESIDENCIES) -
 
 
 def _predicted(trace: Trace) -> dict[str, Any] | None:
-    """See `predicted_experts`; with the default policy at _FORESEEN_RESIDENCY."""
+    """See `predicted_experts`; with the default policy at _PREDICTED_RESIDENCY."""
     sizes = trace.header.block_sizes()
     policy = POLICIES[DEFAULT](PolicyContext(block_bytes=sizes))
-    capacity = int(_FORESEEN_RESIDENCY * trace.header.total_bytes)
+    capacity = int(_PREDICTED_RESIDENCY * trace.header.total_bytes)
     found = predicted_experts(trace.records, sizes, capacity, policy)
-    return found and {"residency": _FORESEEN_RESIDENCY, **found}
+    return found and {"residency": _PREDICTED_RESIDENCY, **found}
 
 
 def _measure(records: Sequence[Routed], sizes: Sizes, capacity: int, name: str) -> Hits:

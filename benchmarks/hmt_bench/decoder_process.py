@@ -1,4 +1,4 @@
-"""One engine that decodes in a process of its own: `python -m hmt_bench.decoder_process ...`.
+"""One engine that decodes in a separate process: `python -m hmt_bench.decoder_process ...`.
 
     ENGINE MODEL TOKENS SEQUENCES OPTIONS
 

@@ -1,4 +1,4 @@
-"""How well the next layer's router foresaw experts in a trace."""
+"""How well the next layer's router predicted experts in a trace."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from hmt.weights.eviction import EvictionPolicy
 def predicted_experts(
     trace: Sequence[Routed], sizes: Sizes, capacity_bytes: int, policy: EvictionPolicy
 ) -> dict[str, Any] | None:
-    """What foresight would have been worth to a cache that reads nothing on a guess.
+    """What predictions would have been worth to a cache that reads nothing on a guess.
 
     recall, absent_recall   share of all needed experts, and of those that were not in the cache,
                             that the router asked a layer early had named

@@ -7,7 +7,7 @@ keys are those of llama.cpp's convert_hf_to_gguf.py.
 
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -42,7 +42,6 @@ _EXPERT_NAMES = {
 }
 _ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5  # llama.cpp's kinds of tokens
-_BYTES_PER_32 = {"Q4_0": 18, "Q8_0": 34, "F32": 128}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class GgufTensor:
     """One tensor of the file, before it is written.
 
     sources  the checkpoint's tensors, stacked where there are several (experts)
-    kind     its GGML type: Q4_0, Q8_0 or F32
+    kind     its GGML type: Q4_0, Q8_0 or F32 unless another one is put in its place
     turned   heads whose rows llama.cpp wants with the halves of a rotary pair side by side; 0 where
              rows stay where they are
     used     share of it that one token's computation reads
@@ -71,7 +70,8 @@ class GgufTensor:
     @property
     def nbytes(self) -> int:
         """In the file."""
-        return prod(self.shape) * _BYTES_PER_32[self.kind] // 32
+        numbers, nbytes = block_of(self.kind)
+        return prod(self.shape) // numbers * nbytes
 
 
 def load_gguf() -> ModuleType:
@@ -83,6 +83,13 @@ def load_gguf() -> ModuleType:
             f"GGUF files are written by the gguf package, which does not load ({error}): "
             "pip install 'gguf>=0.10'"
         ) from error
+
+
+def block_of(kind: str) -> tuple[int, int]:
+    """Numbers and bytes of a block of a GGML type.  Raises as `load_gguf`."""
+    gguf = load_gguf()
+    numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return numbers, nbytes
 
 
 def gguf_tensors(checkpoint: Checkpoint) -> list[GgufTensor]:
@@ -119,12 +126,7 @@ def write_gguf(folder: Path, path: Path) -> int:
     writer = gguf.GGUFWriter(path, architecture(checkpoint.config))
     add_sizes(writer, checkpoint.config)
     add_tokenizer(writer, folder, checkpoint.config)
-    for tensor in tensors:
-        kind = gguf.GGMLQuantizationType[tensor.kind]
-        writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.nbytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
+    begin_file(writer, tensors)
     for tensor in tensors:
         kind = gguf.GGMLQuantizationType[tensor.kind]
         parts = [
@@ -152,6 +154,18 @@ def _layer(
         stack = tuple(records[f"{at}mlp.experts.{e}.{source}.weight"] for e in range(experts))
         used = config["num_experts_per_tok"] / experts
         yield GgufTensor(f"blk.{layer}.{name}.weight", stack, "Q4_0", used=used)
+
+
+def begin_file(writer: Any, tensors: Sequence[GgufTensor]) -> None:
+    """Write all that stands before the tensors' numbers, which follow in this order."""
+    kinds = load_gguf().GGMLQuantizationType
+    for tensor in tensors:
+        writer.add_tensor_info(
+            tensor.name, tensor.shape, np.float32, tensor.nbytes, kinds[tensor.kind]
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
 
 
 def add_sizes(writer: Any, config: Mapping[str, Any]) -> None:

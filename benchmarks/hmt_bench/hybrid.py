@@ -139,8 +139,9 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     step_s, computed_s, waited_s = (
         median(column) for column in zip(*times[_WARM_STEPS:], strict=True)
     )
-    desk = None if captured is None else captured._channel
-    learned = None if desk is None or desk.link_share is None else desk.link_share.learned(batch)
+    channel = None if captured is None else captured._channel
+    share = None if channel is None else channel.link_share
+    learned = None if share is None else share.learned(batch)
     return HybridStep(
         batch, context, step_s, computed_s, waited_s, found, brought + cut, left - cut,
         teams.nbytes, learned,

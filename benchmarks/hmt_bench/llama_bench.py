@@ -6,24 +6,18 @@ that no more than the given memory is used.
 
 import json
 import subprocess
-from math import prod
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from hmt.base.errors import MachineError
 from hmt.base.units import MIB
-from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.profiling.random_model import Shape
-from hmt_bench.gguf_model import add_sizes, architecture, gguf_tensors, load_gguf
 from hmt_bench.peer_environment import peer_environment
+from hmt_bench.random_gguf import write_random_gguf
 
 _RUNS = 3
-_PATTERN_BLOCKS = 1 << 16  # of 32 numbers, repeated: all matrices hold the same ones
-_SCALE = 1 / 256  # of 4-bit numbers from -8 to 7, and of 8-bit ones
 _PATIENCE_S = 240.0
 
 
@@ -82,67 +76,23 @@ class LlamaBench:
         command = [str(self._program), "-m", str(self._model), *what, "-r", str(_RUNS), "-fa", "1"]
         command += ["-t", str(usable_threads()), "-fitt", str(self._margin_bytes // MIB)]
         command += ["-o", "json"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_PATIENCE_S, env=peer_environment()
-            )
-        except subprocess.TimeoutExpired as error:
-            raise RuntimeError(f"llama-bench took more than {_PATIENCE_S:.0f} s") from error
-        if done.returncode:
-            raise RuntimeError(f"llama-bench failed: {done.stderr.strip()[-250:]}")
-        return rates_of(done.stdout)
+        return rates_of(run_llama_bench(command, _PATIENCE_S))
+
+
+def run_llama_bench(command: list[str], timeout_s: float) -> str:
+    """What it prints.  Raises RuntimeError with what it says where it fails or takes longer."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, env=peer_environment()
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"llama-bench took more than {timeout_s:.0f} s") from error
+    if done.returncode:
+        raise RuntimeError(f"llama-bench failed: {done.stderr.strip()[-250:]}")
+    return done.stdout
 
 
 def rates_of(text: str) -> list[float]:
     """Tokens per second of each run in what `llama-bench -o json` prints for one test."""
     (entry,) = json.loads(text)
     return [float(rate) for rate in entry["samples_ts"]]
-
-
-def write_random_gguf(path: Path, shape: Shape) -> int:
-    """A GGUF file of `shape` in 4 bits with random weights; the bytes of its tensors.
-
-    Matrices repeat one pattern: speed does not depend on the numbers, and a model of 40 GB is
-    written as fast as the disk takes it.
-    """
-    gguf = load_gguf()
-    config = shape.config(shape.vocab_size or 256)
-    checkpoint = as_checkpoint(shape, config)
-    tensors = gguf_tensors(checkpoint)
-    writer = gguf.GGUFWriter(path, architecture(config))
-    add_sizes(writer, config)
-    writer.add_tokenizer_model("no_vocab")
-    for tensor in tensors:
-        kind = gguf.GGMLQuantizationType[tensor.kind]
-        writer.add_tensor_info(tensor.name, tensor.shape, np.float32, tensor.nbytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    patterns = {kind: _pattern(kind) for kind in ("Q4_0", "Q8_0", "F32")}
-    for tensor in tensors:
-        writer.write_tensor_data(np.resize(patterns[tensor.kind], tensor.nbytes))
-    writer.close()
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def as_checkpoint(shape: Shape, config: dict[str, Any]) -> Checkpoint:
-    """The checkpoint of a random model that nobody wrote: names and shapes."""
-    nowhere = Path("random")
-    records = {
-        name: TensorRecord(name, "BF16", sizes, nowhere, 0, 2 * prod(sizes))
-        for name, sizes in shape.tensors(config)
-    }
-    return Checkpoint(nowhere, config, records)
-
-
-def _pattern(kind: str) -> np.ndarray[Any, Any]:
-    """Blocks of 32 random numbers as GGML lays them out: a scale in f16 before the codes."""
-    random = np.random.default_rng(0)
-    if kind == "F32":  # norms, and routers, whose choices need not mean anything
-        return random.normal(1.0, 0.1, 2 * _PATTERN_BLOCKS).astype(np.float32).view(np.uint8)
-    codes = 16 if kind == "Q4_0" else 32
-    blocks = np.empty((_PATTERN_BLOCKS, 2 + codes), np.uint8)
-    scale = _SCALE if kind == "Q4_0" else _SCALE / 16
-    blocks[:, :2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-    blocks[:, 2:] = random.integers(0, 256, (_PATTERN_BLOCKS, codes), dtype=np.uint8)
-    return blocks.reshape(-1)

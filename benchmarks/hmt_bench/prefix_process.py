@@ -1,4 +1,4 @@
-"""One prompt in a process of its own: `python -m hmt_bench.prefix_process MODEL PROMPT OPTIONS`.
+"""One prompt in a separate process: `python -m hmt_bench.prefix_process MODEL PROMPT OPTIONS`.
 
 PROMPT is a file with token ids, OPTIONS are those of hmt's engine; both JSON.  Prints another JSON
 object: how long the first token took, which it was, and how much of the prompt was computed.

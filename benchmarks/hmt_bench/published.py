@@ -1,4 +1,4 @@
-"""HMT beside llama.cpp and its kin on one GGUF file as people download it, by turns.
+"""HMT beside llama.cpp and its kin on one GGUF file as people download it, interleaved.
 
 Each engine runs with what it does by default for such a file: no conversion, no flags but threads,
 memory and what is measured.  In every round each engine loads the file, decodes and reads a prompt;
@@ -22,6 +22,7 @@ from hmt.base.units import MIB
 from hmt.bench.environment import describe
 from hmt.contracts.request import Request
 from hmt.engine import Engine
+from hmt_bench.llama_bench import run_llama_bench
 from hmt_bench.llama_cpp import LlamaCpp, load_llama_cpp
 from hmt_bench.peer_environment import peer_environment
 
@@ -158,7 +159,7 @@ def _has_llama_cpp() -> bool:
 
 
 def _llama_cpp(file: Path, setting: Setting, rates: Rates) -> None:
-    """One round in a process of its own, whose OpenMP workers wait as llama.cpp has them."""
+    """One round in a separate process, whose OpenMP workers wait as llama.cpp has them."""
     code = "from hmt_bench.published import time_llama_cpp; time_llama_cpp()"
     sizes = map(str, (setting.threads, setting.prompt, setting.tokens))
     done = subprocess.run(
@@ -200,15 +201,10 @@ def _peer(file: Path, setting: Setting, program: Path, rates: Rates) -> None:
         free = torch.cuda.mem_get_info()[0]
         command += ["-fitt", str(max(0, free - setting.gpu_bytes) // MIB)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_PATIENCE_S, env=peer_environment()
-        )
-    except subprocess.TimeoutExpired:
-        rates.note = f"took more than {_PATIENCE_S:.0f} s"
+        printed = run_llama_bench(command, _PATIENCE_S)
+    except RuntimeError as error:
+        rates.note = str(error)
         return
-    if done.returncode:
-        rates.note = f"failed: {done.stderr.strip()[-250:]}"
-        return
-    for entry in json.loads(done.stdout):
+    for entry in json.loads(printed):
         where = rates.decode if entry["n_gen"] else rates.prompt
         where += [float(rate) for rate in entry["samples_ts"]]

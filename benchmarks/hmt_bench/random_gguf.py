@@ -5,32 +5,35 @@ with grouped-query attention, without an importance matrix.  Matrices repeat one
 blocks: speed does not depend on the numbers, and a file is written as fast as the disk takes it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import as_file, files
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hmt.contracts.checkpoint import Checkpoint, TensorRecord
+from hmt.contracts.encoding import BLOCK_SHAPES
 from hmt.profiling.random_model import Shape
 from hmt_bench.gguf_model import (
     GgufTensor,
     add_sizes,
     add_tokenizer,
     architecture,
+    begin_file,
+    block_of,
     gguf_tensors,
     load_gguf,
 )
-from hmt_bench.llama_bench import as_checkpoint
 
 _PATTERN_BYTES = 1 << 21
 _DEVIATION = 0.02  # of the numbers: Llama's own initial one
 
-# Where blocks hold f16 scales; at byte 0 where nothing is said.
+# Where blocks hold f16 scales, of types of which BLOCK_SHAPES does not say it; else at byte 0.
 _SCALES: Mapping[str, tuple[int, ...]] = {
     "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82),
-    "Q3_K": (108,), "Q6_K": (208,), "TQ1_0": (52,), "TQ2_0": (64,),
 }  # fmt: skip
 
 
@@ -84,53 +87,63 @@ RECIPES: Mapping[str, Recipe] = {
 }  # fmt: skip
 
 
-def write_random_gguf(path: Path, shape: Shape, file_type: str) -> int:
-    """Write a random model of `shape` in one of RECIPES; the bytes of its tensors."""
+def write_random_gguf(path: Path, shape: Shape, file_type: str | None = None) -> int:
+    """Write a random model of `shape`; the bytes of its tensors.
+
+    file_type   one of RECIPES; None: as `gguf_model` writes a checkpoint, in Q4_0 with the
+                embedding and the output layer in Q8_0
+    """
     gguf = load_gguf()
     config = shape.config(shape.vocab_size or 256)
     writer = gguf.GGUFWriter(path, architecture(config))
     add_sizes(writer, config)
     with as_file(files("hmt") / "embedded" / "mini-dense") as embedded:
         add_tokenizer(writer, embedded, config)
-    tensors = list(_tensors(gguf, shape, config, RECIPES[file_type]))
-    for tensor, nbytes in tensors:
-        kind = gguf.GGMLQuantizationType[tensor.kind]
-        writer.add_tensor_info(tensor.name, tensor.shape, np.float32, nbytes, kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    patterns: dict[str, np.ndarray[Any, Any]] = {}
-    for tensor, nbytes in tensors:
-        if tensor.kind not in patterns:
-            patterns[tensor.kind] = pattern(gguf, tensor.kind)
-        writer.write_tensor_data(np.resize(patterns[tensor.kind], nbytes))
+    tensors = gguf_tensors(_checkpoint(shape, config))
+    if file_type is not None:
+        tensors = list(_by_recipe(tensors, shape.layers, RECIPES[file_type]))
+    begin_file(writer, tensors)
+    patterns = {kind: _pattern(gguf, kind) for kind in {tensor.kind for tensor in tensors}}
+    for tensor in tensors:
+        writer.write_tensor_data(np.resize(patterns[tensor.kind], tensor.nbytes))
     writer.close()
-    return sum(nbytes for _, nbytes in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
-def _tensors(
-    gguf: Any, shape: Shape, config: dict[str, Any], recipe: Recipe
-) -> Iterator[tuple[GgufTensor, int]]:
-    """Tensors in their types, with their bytes; a type whose blocks no row divides becomes Q8_0."""
-    for tensor in gguf_tensors(as_checkpoint(shape, config)):
+def _checkpoint(shape: Shape, config: dict[str, Any]) -> Checkpoint:
+    """The checkpoint of a random model that is in no file: names and shapes."""
+    nowhere = Path("random")
+    records = {
+        name: TensorRecord(name, "BF16", sizes, nowhere, 0, 2 * prod(sizes))
+        for name, sizes in shape.tensors(config)
+    }
+    return Checkpoint(nowhere, config, records)
+
+
+def _by_recipe(tensors: Iterable[GgufTensor], layers: int, recipe: Recipe) -> Iterator[GgufTensor]:
+    """Tensors in a recipe's types; one whose rows its type's blocks do not divide is Q8_0."""
+    for tensor in tensors:
         parts = tensor.name.split(".")
         layer = int(parts[1]) if parts[0] == "blk" else 0
         name = parts[2] if parts[0] == "blk" else parts[0]
-        kind = tensor.kind if tensor.kind == "F32" else recipe(name, layer, shape.layers)
-        numbers, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-        if tensor.shape[-1] % numbers:
-            kind, numbers, nbytes = "Q8_0", 32, 34
-        count = int(np.prod(tensor.shape, dtype=np.int64))
-        yield replace(tensor, kind=kind), count // numbers * nbytes
+        kind = tensor.kind if tensor.kind == "F32" else recipe(name, layer, layers)
+        yield replace(tensor, kind="Q8_0" if tensor.shape[-1] % block_of(kind)[0] else kind)
 
 
-def pattern(gguf: Any, kind: str) -> np.ndarray[Any, Any]:
+def _scales_at(kind: str) -> tuple[int, ...]:
+    """The bytes of a block at which its f16 scales are."""
+    known = {encoding.name: block.scale_at for encoding, block in BLOCK_SHAPES.items()}
+    at = known.get(kind)
+    return _SCALES.get(kind, (0,)) if at is None else (at,)
+
+
+def _pattern(gguf: Any, kind: str) -> np.ndarray[Any, Any]:
     """Whole blocks of a type with random codes, whose numbers deviate by _DEVIATION: uint8."""
     random = np.random.default_rng(0)
     if kind == "F32":  # norms, and routers, whose choices need not mean anything
         return random.normal(1.0, 0.1, _PATTERN_BYTES // 4).astype(np.float32).view(np.uint8)
     number = gguf.GGMLQuantizationType[kind]
-    size = gguf.GGML_QUANT_SIZES[number][1]
+    size = block_of(kind)[1]
     blocks = random.integers(0, 256, (_PATTERN_BYTES // size, size), dtype=np.uint8)
     if kind == "MXFP4":
         blocks[:, 0] = 120
@@ -138,7 +151,7 @@ def pattern(gguf: Any, kind: str) -> np.ndarray[Any, Any]:
 
     def with_scale(scale: float) -> np.ndarray[Any, Any]:
         half = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-        for at in _SCALES.get(kind, (0,)):
+        for at in _scales_at(kind):
             blocks[:, at : at + 2] = half
         return blocks
 

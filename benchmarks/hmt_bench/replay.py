@@ -26,7 +26,7 @@ def replay(
 ) -> Hits:
     """Run `trace` through a cache; `make_policy(pressure)` makes the policy.
 
-    With `guesses`, what the trace foresaw for a layer, and is as probable as the engine wants it,
+    With `guesses`, what the trace predicted for a layer, and is as probable as the engine wants it,
     is read before its router chooses, as if the disk always had the time.  It never makes a block
     go that was wanted in the layer before.  The first `skip` records are not counted.
     """
@@ -54,7 +54,7 @@ class _Ahead:
 
 
 def _guess(cache: Cache, record: Routed, before: Sequence[BlockId], trust: Trust) -> int:
-    """Read what was foreseen, is probable and is not cached; the bytes."""
+    """Read what was predicted, is probable and is not cached; the bytes."""
     assert record.guess is not None
     absent = [
         (expert, kind)

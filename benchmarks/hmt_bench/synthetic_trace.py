@@ -34,7 +34,7 @@ def synthetic_trace(
     """Steps of one token each; the same for the same arguments.
 
     The default block has the bytes of an expert of Qwen3-30B at 4 bits.  Scales are the softmax of
-    the chosen scores; nothing is foreseen.
+    the chosen scores; nothing is predicted.
     """
     rng = np.random.default_rng(seed)
     shape = (len(layers), experts)

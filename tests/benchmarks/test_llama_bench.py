@@ -10,7 +10,8 @@ import pytest
 from hmt.base.errors import MachineError
 from hmt.profiling.random_model import Shape
 from hmt_bench.gpu import SHAPES, llama_cpp
-from hmt_bench.llama_bench import LlamaBench, rates_of, write_random_gguf
+from hmt_bench.llama_bench import LlamaBench, rates_of
+from hmt_bench.random_gguf import write_random_gguf
 
 gguf = pytest.importorskip("gguf")
 

@@ -64,7 +64,7 @@ Score = Callable[[History, BlockId], tuple[float, ...]]
 
 def lru(h: History, block: BlockId) -> tuple[float, ...]:
     used = h.uses_since(block)
-    # Blocks that nobody used come first, the one that came last before the others.
+    # Blocks that were never used come first, the one that came last before the others.
     return (1, used[-1][1]) if used else (0, -h.ranked[block])
 
 

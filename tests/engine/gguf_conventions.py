@@ -39,6 +39,10 @@ def drawn(name: str, shape: tuple[int, ...]) -> Numbers:
     whole = np.asarray(rng.integers(-126, 127, shape), np.float32)
     if len(shape) < 2:
         centre = 1 if "norm" in name or ".ln_" in name else 0
+        if "q_norm" in name:
+            # Gemma 4 divides no scores by the square root of the width: its norm of queries does.
+            # With weights near 1 attention is a choice of one token, which amplifies rounding.
+            return np.asarray((centre + whole / 256) / 16, np.float32)
         return np.asarray(centre + whole / (256 if centre else 2048), np.float32)
     rows, columns = np.ogrid[: shape[-2], : shape[-1]]
     whole[..., (rows - columns) % 32 == 0] = 127
@@ -103,7 +107,7 @@ _STEPS: dict[str, Callable[..., Numbers]] = {
 
 
 def _tail_permuted(numbers: Numbers, heads: int, tail: int) -> Numbers:
-    """The last `tail` rows of each head by turns."""
+    """The last `tail` rows of each head, interleaved."""
     parts = numbers.reshape(heads, -1, *numbers.shape[1:]).copy()
     last = parts[:, -tail:]
     parts[:, -tail:] = (

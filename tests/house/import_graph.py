@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from parsed import nodes_of
+
 SOURCE = Path(__file__).parents[2] / "src"
 
 
@@ -38,7 +40,7 @@ def _named() -> Iterator[tuple[str, Path]]:
 
 def _imports_of(name: str, path: Path) -> set[str]:
     imported = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -7,6 +7,8 @@ value is.  The others get their input from these, and may state what they rely o
 import ast
 from pathlib import Path
 
+from parsed import nodes_of
+
 PACKAGE = Path(__file__).parents[2] / "src" / "hmt"
 # What these get has been checked by rooms above them, or is measured by ourselves.
 INNER = ("bench", "kernels", "kvcache", "layers", "memory", "quant", "weights")
@@ -32,7 +34,7 @@ def test_an_assert_is_never_the_check_of_input() -> None:
         f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node.test)}"
         for file in sorted(PACKAGE.rglob("*.py"))
         if file.relative_to(PACKAGE).parts[0] not in INNER
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in nodes_of(file)
         if isinstance(node, ast.Assert) and not narrows(node.test)
     ]
     assert odd == [], "raise a subclass of HMTError, or AssertionError for a fault of our own"

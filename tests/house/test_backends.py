@@ -2,11 +2,11 @@
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import pytest
 from import_graph import SOURCE, imports, modules
+from parsed import nodes_of, tree_of
 
 # Backends and the registry that chooses between them; memory of devices.
 ALLOWED = (
@@ -23,11 +23,12 @@ TYPES = {"cpu", "cuda", "xpu", "mps"}
 ASKED = {"is_cuda", "is_cpu", "is_xpu", "is_mps"}
 
 
-def asks_for_a_device(tree: ast.AST) -> Iterator[int]:
+def asks_for_a_device(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """Lines that name a kind of device, or ask a tensor for its own."""
-    # One that computes (a string as a statement) is a docstring.
-    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    nodes = list(nodes)
+    # A string as a statement is a docstring.
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         match node:
             case ast.Attribute(attr=name) if name in ASKED:
                 yield node.lineno
@@ -39,7 +40,7 @@ def asks_for_a_device(tree: ast.AST) -> Iterator[int]:
                 named = {n.value for s in sides for n in ast.walk(s) if isinstance(n, ast.Constant)}
                 if kinds and named & TYPES:
                     yield node.lineno
-            case ast.Constant(value=str(text)) if id(node) not in texts and NAME.search(text):
+            case ast.Constant(value=str(text)) if id(node) not in docstrings and NAME.search(text):
                 yield node.lineno
 
 
@@ -56,7 +57,7 @@ def asks_for_a_device(tree: ast.AST) -> Iterator[int]:
     ],
 )
 def test_asking_is_seen(line):
-    assert list(asks_for_a_device(ast.parse(line)))
+    assert list(asks_for_a_device(ast.walk(ast.parse(line))))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_asking_is_seen(line):
     ["'''A CUDA graph, on cuda: so.'''", "torch.device('cpu')", "x.to(where)", "cuda_graph=1"],
 )
 def test_other_things_are_not(line):
-    assert not list(asks_for_a_device(ast.parse(line)))
+    assert not list(asks_for_a_device(ast.walk(ast.parse(line))))
 
 
 def test_nothing_else_asks_for_a_device():
@@ -72,7 +73,7 @@ def test_nothing_else_asks_for_a_device():
     for path in modules().values():
         file = path.relative_to(SOURCE).as_posix()
         if not file.startswith(ALLOWED):
-            lines = list(asks_for_a_device(ast.parse(Path(path).read_text(encoding="utf-8"))))
+            lines = list(asks_for_a_device(nodes_of(path)))
             found |= {file: lines} if lines else {}
     assert found == {}
 
@@ -90,7 +91,7 @@ def test_triton_is_imported_by_the_registry_only():
 @pytest.mark.parametrize("folder", ["attention", "elementwise", "gemm", "moe", "transfer"])
 def test_the_dispatch_table_names_every_file(folder):
     room = SOURCE / "hmt" / "kernels" / "triton" / folder
-    table = ast.get_docstring(ast.parse((room / "__init__.py").read_text(encoding="utf-8")))
+    table = ast.get_docstring(tree_of(room / "__init__.py"))
     assert table is not None
     files = {path.name for path in room.glob("*.py")} - {"__init__.py"}
     assert set(re.findall(r"\w+\.py", table)) == files

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from parsed import tree_of
 
 import hmt
 
@@ -19,7 +20,7 @@ CORE = [room for room in ROOMS if not room.startswith("hmt.server")]
 
 
 def init_of(room: str) -> ast.Module:
-    return ast.parse((SOURCE / room.replace(".", "/") / "__init__.py").read_text(encoding="utf-8"))
+    return tree_of(SOURCE / room.replace(".", "/") / "__init__.py")
 
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if room != "hmt"])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from parsed import nodes_of
 
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 500
@@ -45,7 +46,7 @@ def test_functions_are_at_most_80_lines():
     for path in tree():
         if path.suffix != ".py":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > MAX_FUNCTION_LINES:

@@ -2,8 +2,10 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from parsed import nodes_of
 
 SOURCE = Path(__file__).parents[2] / "src" / "hmt"
 
@@ -32,9 +34,9 @@ RETIRED = {
 ALLOWED = {"so_far", "_so_far", "warm_up", "_warm_up", "prompts_to_warm"}
 
 
-def defined(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def defined(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Names of classes, functions, parameters, fields and attributes; not of local variables."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -57,8 +59,7 @@ def test_names_use_the_words_of_the_glossary():
     for path in sorted(SOURCE.rglob("*.py")):
         at = path.relative_to(SOURCE).as_posix()
         wrong += [f"{at}: {word}" for word in parts(path.stem) & set(RETIRED)]
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for line, name in defined(tree):
+        for line, name in defined(nodes_of(path)):
             if name not in ALLOWED:
                 wrong += [f"{at}:{line} {name}: {RETIRED[w]}" for w in parts(name) & set(RETIRED)]
     assert wrong == []

@@ -5,11 +5,13 @@ needs to be built is written down below.
 """
 
 import random
+import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +231,7 @@ def _own_difference(reference: Any, tokens: list[int], wanted: torch.Tensor) -> 
 def table(outcomes: Sequence[Outcome]) -> str:
     """What became of each type, in Markdown."""
     families = ", ".join(o.model_type for o in outcomes if o.kind == "family")
-    equal = ", ".join(o.model_type for o in outcomes if o.kind == "equal")
+    equal = by_initial(o.model_type for o in outcomes if o.kind == "equal")
     rows = [
         f"| {o.model_type} | {o.architecture} | {_clause(o)} |"
         for o in outcomes
@@ -242,7 +244,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
             "",
             f"**Families that HMT implements** ({counts['family']}): {families}.",
             "",
-            f"**Equal to transformers** ({counts['equal']}): {equal}.",
+            f"**Equal to transformers** ({counts['equal']}):",
+            "",
+            *equal,
             "",
             f"**Refused before anything is loaded** ({counts['refused']}), and not tried "
             f"({counts['unbuilt']}), because transformers does not build one so small or lacks a "
@@ -254,6 +258,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
             "",
         ]
     )
+
+
+def by_initial(model_types: Iterable[str]) -> list[str]:
+    """A Markdown list, one item per initial letter; `NAME, VARIANT` becomes `NAME (VARIANT)`."""
+    names = sorted(re.sub(r", (.*)", r" (\1)", name) for name in model_types)
+    return [f"- {', '.join(group)}" for _, group in groupby(names, lambda name: name[0])]
 
 
 def _clause(outcome: Outcome) -> str:

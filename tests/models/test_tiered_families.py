@@ -177,7 +177,7 @@ def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> 
             assert len(model.infer(request).token_ids) == 20
         assert float((found - wanted).norm() / wanted.norm()) <= NEAR
     sharing = EngineConfig.resolve(**options | {"host_memory": least + 4096}, prefix_cache=True)
-    assert prepare(tmp_path, sharing).plan.kv_tiers is None, "texts share whole pages"
+    assert prepare(tmp_path, sharing).plan.kv_tiers is None, "sequences share whole pages"
 
 
 @pytest.mark.parametrize("batch", [2, 3])

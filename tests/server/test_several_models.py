@@ -19,7 +19,7 @@ LOAD, UNLOAD, STATE = "/v1/models/load", "/v1/models/unload", "/v1/hmt/state"
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[FastAPI]:
+def manager(tmp_path: Path) -> Iterator[FastAPI]:
     """The small model under three names, in a budget with room for two."""
     folders = {name: tmp_path / name for name in ("second", "third")}
     for folder in folders.values():
@@ -65,9 +65,9 @@ async def both_are_told_of(client: Any, before: Any, used: int) -> None:
     assert (await client.get(STATE, params={"model": "third"})).status_code == 404
 
 
-def test_models_come_and_go(shelf: FastAPI) -> None:
+def test_models_come_and_go(manager: FastAPI) -> None:
     async def work() -> None:
-        async with http(shelf) as client:
+        async with http(manager) as client:
 
             async def post(path: str, status: int, **body: Any) -> Any:
                 done = await client.post(path, json=body)
@@ -98,14 +98,14 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
 
             told = await post(LOAD, 503, model="third")
             assert "Other models of this engine hold" in told["error"]["message"]
-            engine = shelf.state.model_manager.engine
+            engine = manager.state.model_manager.engine
             assert sum(engine._ledger.reserved_bytes(tier) for tier in ("host",)) <= 20 << 20
 
             # The one that everybody had goes: what it answers ends first, and nobody else gets in.
             answering = asyncio.create_task(
                 post(CHAT, 200, **asking(ignore_eos=True, max_tokens=150))
             )
-            while not shelf.state.service.limit.inside:
+            while not manager.state.service.limit.inside:
                 await asyncio.sleep(0.001)
             going = asyncio.create_task(post(UNLOAD, 200, model=NAME))
             await asyncio.sleep(0.01)
@@ -122,7 +122,7 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
             # Without patience an answer is cut off.
             long = asking(model="third", ignore_eos=True, max_tokens=400)
             cut = asyncio.create_task(client.post(CHAT, json=long))
-            while not shelf.state.model_manager.inside:
+            while not manager.state.model_manager.inside:
                 await asyncio.sleep(0.001)
             await post(UNLOAD, 200, model="third", timeout=0)
             assert (await cut).status_code in (200, 503)
@@ -137,9 +137,9 @@ def test_models_come_and_go(shelf: FastAPI) -> None:
     run(work())
 
 
-def test_what_cannot_be_loaded(shelf: FastAPI, app: FastAPI) -> None:
+def test_what_cannot_be_loaded(manager: FastAPI, app: FastAPI) -> None:
     async def work() -> None:
-        async with http(shelf) as client, http(app) as fixed:
+        async with http(manager) as client, http(app) as fixed:
             for one, path, body, status, code in [
                 (client, LOAD, {"model": "fourth"}, 404, "model_not_found"),
                 (client, UNLOAD, {"model": "fourth"}, 404, "model_not_found"),

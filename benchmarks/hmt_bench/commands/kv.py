@@ -1,4 +1,4 @@
-"""The command `kv`: what a model still knows with keys and values offloaded and in fewer bits."""
+"""The command `kv`: what a model still knows with its KV cache offloaded and in fewer bits."""
 
 from pathlib import Path
 from typing import Annotated, Any

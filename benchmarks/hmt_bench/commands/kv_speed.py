@@ -1,4 +1,4 @@
-"""The command `kv-speed`: decoding after long contexts, with keys and values at several levels."""
+"""The command `kv-speed`: decoding after long contexts, with the KV cache at several levels."""
 
 import tempfile
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The command `pages`: what pages of keys and values waste, by their size."""
+"""The command `pages`: what pages of the KV cache waste, by their size."""
 
 from pathlib import Path
 from typing import Annotated

@@ -45,7 +45,7 @@ def published(
     folder: Annotated[Path | None, typer.Option(help="Where random files are kept.")] = None,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
-    """HMT beside llama.cpp (and ik_llama.cpp) on published GGUF files, by turns."""
+    """HMT beside llama.cpp (and ik_llama.cpp) on published GGUF files, interleaved."""
     from hmt_bench.published import Setting, run
     from hmt_bench.random_gguf import RECIPES, write_random_gguf
 

@@ -33,7 +33,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def parse_as(kind: type[T], content: Mapping[str, Any]) -> T:
-    """A dataclass of numbers, texts and tables of numbers, from what JSON has kept of it.
+    """A dataclass of numbers, strings and tables of numbers, from what JSON has kept of it.
 
     Fields that this version does not know are left out, so that another version's file is still
     of use.  Raises TypeError or ValueError for what no measurement gives: NaN, what is endless or

@@ -1,4 +1,4 @@
-"""Files that one model writes, and nobody beside it."""
+"""Files that only one model may write at a time."""
 
 import fcntl
 from pathlib import Path

@@ -24,7 +24,7 @@ class PinnedPages:
 
 @dataclass(frozen=True, slots=True)
 class KVTiers:
-    """Where keys and values lie, if not all in one place.
+    """Where KV pages lie, if not all in one place.
 
     device_pages   of layers without a window, where these compute
     staged_pages   as many more of these there, for what a device fetches from host memory in a step
@@ -32,9 +32,9 @@ class KVTiers:
     disk_groups    of `GROUP_PAGES`, on the disk
     ring_pages     of layers with a window, by window
     device_format  how numbers are kept where layers compute: "exact" (in the model's type) or "fp8"
-    host_format, disk_format   how numbers are kept there: "exact" (as near), "fp8", "int8" or
-                   "int4"; cold also by a codec's name, and with another one for pages of little
-                   attention
+    host_format, disk_format   how numbers are kept there: "exact" (as device_format), "fp8", "int8"
+                   or "int4"; disk_format also by a codec's name, and with another one for pages of
+                   little attention
     chunk_bytes    read from the disk at once
     """
 
@@ -56,7 +56,7 @@ class KVTiers:
 
 @dataclass(slots=True)
 class KVAccount:
-    """What happened to keys and values that lie at several levels, since they were opened.
+    """What happened to a KV cache over several tiers, since it was opened.
 
     capacity            pages that there is room for, by level: "near", "host", "disk"
     used                of them, those that are taken now; filled in when it is looked at

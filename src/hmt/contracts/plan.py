@@ -65,7 +65,7 @@ class Plan:
                         when rates are unknown
     slot_counts         slots by size in bytes, for blocks on disk; empty: sizes share the memory
     devices             what each device does that takes part, in the order of their indices
-    kv_tiers            where keys and values lie, if not all in one place
+    kv_tiers            where KV pages lie, if not all in one place
     """
 
     homes: Mapping[BlockId, Tier]

@@ -12,10 +12,7 @@ from typing import Self
 
 import torch
 
-from hmt.base.errors import (
-    ClosedError,
-    RequestError,
-)
+from hmt.base.errors import ClosedError, RequestError
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.request import Completion, Request, Sampling
 from hmt.engine import run_history
@@ -104,7 +101,7 @@ class LoadedModel:
     def stream_choices(self, request: Request, count: int) -> list[TokenStream]:
         """`count` answers to one request: its prompt is computed once and shared.
 
-        With a seed, each answer has one of its own: the request's, that plus 1, and so on.  Answers
+        With a seed, each answer has its own seed: the request's, that plus 1, and so on.  Answers
         are those of separate requests.  Raises RequestError.
         """
         if type(count) is not int or count < 1:
@@ -198,7 +195,7 @@ class LoadedModel:
         return self._loop.begin(self._summary)
 
     def begin_snapshot(self) -> "Future[EngineSnapshot]":
-        """The summary, and where everything lies now, for who watches.  As `begin_summary`."""
+        """The summary, and where everything lies now, for a monitor.  As `begin_summary`."""
         return self._loop.begin(lambda: self._snapshot_reader.read(self._core, self._summary()))
 
     def replayed_s(self, times: int) -> tuple[float, float]:

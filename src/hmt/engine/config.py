@@ -62,22 +62,22 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
-    kv_gpu_memory_bytes   keys and values that stay where layers compute; what does not fit goes to
-                          host memory, or to the disk; None: all of them stay
+    kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to
+                          host memory, or to the disk; None: all stay
     kv_host_memory_bytes  of host memory for those that do not; None: what is needed
     kv_offload_dir        folder on a fast disk for the rest; None: none goes there
     kv_offload_disk_memory_bytes  of that disk; None: what is needed
-    kv_quant              how keys and values are kept near, in host memory and on the disk: given
+    kv_quant              how KV is kept where layers compute, in host memory and on the disk: given
                           as "exact", "int8", "int4", or two of these and "fp8", how those are kept
                           that do not stay: "int8,int4"; "fp8": all of them, wherever they lie; of
                           three the first one, "exact" or "fp8", is for those that stay.  "exact"
-                          far away is as near.  The disk also knows codecs, also one for pages that
-                          get little attention: see hmt.kvcache.codecs.CodecName and DiskCodecName
+                          elsewhere is as there.  The disk also knows codecs, also one for pages
+                          of little attention: see hmt.kvcache.codecs.CodecName and DiskCodecName
     kv_eviction           whose pages go first: those that "a2cr", "lru" or "lfu" value least
     kv_policy             "exact": attention to all of the context; "select": tokens that are
                           decoded attend to the share `kv_share` of each sequence's pages, those
                           with the best bounds on scores, chosen anew for each
-    prefix_cache          keep keys and values of ended texts, for texts that begin alike
+    prefix_cache          keep KV pages of ended sequences, for ones that begin alike
     prefix_cache_dir      folder to keep them in for later runs, too (made if need be); implies
                           prefix_cache
     prefix_cache_disk_memory_bytes  the most to take of that disk
@@ -230,23 +230,23 @@ def _with_profile(values: dict[str, Any]) -> None:
 
 
 def _kv_quant(given: object) -> tuple[str, str, str]:
-    """For near, host memory and the disk; see EngineConfig."""
+    """For where layers compute, host memory and the disk; see EngineConfig."""
     parts = str(given).split(",")
     if len(parts) == 1:
         parts = ["fp8", "exact", "exact"] if parts[0].lower() == "fp8" else parts * 2
-    near, warm, cold = parts if len(parts) == 3 else ("exact", parts[0], parts[-1])
-    near, warm = near.lower(), warm.lower()
-    if near not in KV_NEAR or warm not in KV_ENCODINGS or len(parts) > 3:
+    on_device, on_host, on_disk = parts if len(parts) == 3 else ("exact", parts[0], parts[-1])
+    on_device, on_host = on_device.lower(), on_host.lower()
+    if on_device not in KV_NEAR or on_host not in KV_ENCODINGS or len(parts) > 3:
         raise ConfigError(
             f"kv_quant={given!r}; choose {', '.join(KV_ENCODINGS)}, or two of them: for host "
             "memory and for the disk, which knows others as well, such as exact,int8+parts; "
             f"in front of these may be {' or '.join(KV_NEAR)} for what stays near"
         )
-    name = DiskCodecName.parse(cold)  # says what is wrong with it, as the next does
+    name = DiskCodecName.parse(on_disk)  # says what is wrong with it, as the next does
     if name.usual.lower() in KV_ENCODINGS:
-        return near, warm, str(replace(name, usual=name.usual.lower()))
+        return on_device, on_host, str(replace(name, usual=name.usual.lower()))
     CodecName.parse(name.usual)
-    return near, warm, cold
+    return on_device, on_host, on_disk
 
 
 def _gpu_id(given: object) -> str:

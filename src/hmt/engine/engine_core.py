@@ -94,9 +94,9 @@ class EngineCore:
         self.runner.meter.lap(0.0)
 
     def advance(self) -> bool:
-        """One step for everyone; False when nobody waits.  Never raises: requests fail instead.
+        """One step for all requests; False when none waits.  Never raises: requests fail instead.
 
-        When nobody waits, some of what ended texts leave to others is saved.
+        When none waits, some pages that ended sequences leave to others are saved.
         """
         self._forms.settle(self._settled)
         begin = time.perf_counter()

@@ -63,7 +63,7 @@ class ModelRunner:
 
     @property
     def logit_stats(self) -> Sequence[LogitStats]:
-        """What is known of each row of the last logits; none where nobody looked."""
+        """What is known of each row of the last logits; empty where none was computed."""
         return self.executor.surveys
 
     @property

@@ -47,8 +47,8 @@ class Phase:
     hits, pending, misses    leases of blocks that do not live in memory
     expert_prefetches, expert_prefetch_hits   experts read on a guess, and those of them that were
                              needed then
-    expert_prefetch_wasted_bytes  of guesses that nobody needed, less those needed after they had
-                             counted
+    expert_prefetch_wasted_bytes  of predictions that no step needed, less those needed after they
+                             had counted
     expert_prefetch_saved_s  time that they saved, as steps with and without them told
     experts, expert_reads    leases of experts that live on the disk, and reads of them
     """
@@ -238,9 +238,9 @@ class RunSummary:
     peak_rss_bytes        largest resident size of the process, as the kernel counted it
     pools                 how full and how fragmented the pools of host memory are now
     device                the GPU's part; None without one
-    prefixes              what texts had in common with earlier ones, as hmt.kvcache.prefix counts
+    prefixes              what was shared with earlier sequences, as hmt.kvcache.prefix counts
                           it; None without a prefix cache
-    kv                    keys and values at several levels; None where they all lie near
+    kv                    a KV cache over several tiers; None where all lies where layers compute
     predicted             what the plan predicted of the steps that were computed
     """
 

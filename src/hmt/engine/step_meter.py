@@ -55,27 +55,27 @@ class StepMeter:
         )
 
     def _read(self) -> Phase:
-        counters, guesses, drive = self._counters, self._prefetch_counters, self._disk_counters()
+        counters, prefetches, disk = self._counters, self._prefetch_counters, self._disk_counters()
         link = DeviceCounters() if self._on_device is None else self._on_device.counters
         return Phase(
             waited_s=counters.waited_s,
-            disk_s=drive.busy_s,
+            disk_s=disk.busy_s,
             converted_s=self._tracer.total("convert", "host").seconds,
             kernel_s=ops.kernel_seconds(),
             link_s=link.link_s,
             device_s=link.waited_s,
-            disk_bytes=drive.read_bytes,
-            useful_bytes=drive.useful_bytes,
+            disk_bytes=disk.read_bytes,
+            useful_bytes=disk.useful_bytes,
             host_bytes=counters.host_bytes,
             link_bytes=link.copied_bytes,
             hits=counters.hits,
             pending=counters.pending,
             misses=counters.misses,
-            expert_prefetches=guesses.begun,
-            expert_prefetch_hits=guesses.in_time + guesses.late,
-            expert_prefetch_wasted_bytes=guesses.unneeded_bytes,
-            experts=guesses.experts,
-            expert_reads=guesses.expert_reads,
+            expert_prefetches=prefetches.begun,
+            expert_prefetch_hits=prefetches.in_time + prefetches.late,
+            expert_prefetch_wasted_bytes=prefetches.unneeded_bytes,
+            experts=prefetches.experts,
+            expert_reads=prefetches.expert_reads,
             expert_prefetch_saved_s=0.0
             if self._expert_prefetcher is None
             else self._expert_prefetcher.saved_s,

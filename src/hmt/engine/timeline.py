@@ -57,7 +57,7 @@ class Timeline:
 def tracer_for(timeline: Timeline | None) -> Tracer:
     """A tracer that keeps what the timeline will show; None: nothing.
 
-    Events that nobody will write would fill 13 MiB of a server over its first hours.
+    Events that no file will hold would fill 13 MiB of a server over its first hours.
     """
     return Tracer(0 if timeline is None else TRACED_EVENTS)
 

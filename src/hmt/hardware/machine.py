@@ -130,10 +130,10 @@ def remembered(path: Path) -> HostRates:
     """Rates that were measured before, for this machine and the disk that holds `path`."""
     try:
         known = _own_entry()
-        drive = known["disks"].get(_disk_of(path))
+        disk = known["disks"].get(_disk_of(path))
         return HostRates(
             parse_as(ComputeRates, known["cpu"]),
-            parse_as(DiskRate, drive) if drive else None,
+            parse_as(DiskRate, disk) if disk else None,
             number_of(known.get("disk_block_overhead_s", 0.0)),
             parse_as(NumaRates, known.get("numa", {})),
             parse_as(ProcessBytes, known.get("process", {})),
@@ -215,10 +215,10 @@ def remember(path: Path, rates: HostRates) -> None:
     if not rates.cpu.read_rate:
         return  # half a measurement would be taken for a whole one
     content, known = _load(), _own_entry()
-    drives, devices = known.get("disks"), known.get("devices")
-    drives = drives if isinstance(drives, dict) else {}
+    disks, devices = known.get("disks"), known.get("devices")
+    disks = disks if isinstance(disks, dict) else {}
     if rates.disk is not None:
-        drives[_disk_of(path)] = asdict(rates.disk)
+        disks[_disk_of(path)] = asdict(rates.disk)
     content["machines"][fingerprint()] = {
         "name": cpu_name(),
         "cores": usable_threads(),
@@ -226,7 +226,7 @@ def remember(path: Path, rates: HostRates) -> None:
         "disk_block_overhead_s": rates.disk_block_overhead_s,
         "numa": asdict(rates.numa),
         "process": asdict(rates.process),
-        "disks": drives,
+        "disks": disks,
         "devices": devices if isinstance(devices, dict) else {},
     }
     _write(content)

@@ -61,7 +61,7 @@ class SequencePages:
     """What one sequence holds.
 
     pages    ids by position, of pages that have a place.  Replaced and never changed in place, so
-             whoever made a table of them sees by identity whether it is still right
+             BlockTables sees by identity whether its table of them is still right
     unmade   pages that are reserved besides and have no place yet
     tokens   positions that steps have filled, where pages move
     parked   takes no part in steps
@@ -442,7 +442,7 @@ class KVAllocator:
         return np.setdiff1d(alone, held, assume_unique=True) if len(held) else alone
 
     def _has_room(self, shared: Ints, more: int) -> bool:
-        """For one more sequence that shares pages `shared` and has `more` of its own."""
+        """For one more sequence that shares pages `shared` and has `more` besides."""
         enough = more <= self._free_pages(shared) and self.has_running_room(1)
         return enough and all(kind.can_open(len(shared) + more) for kind in self._slots)
 

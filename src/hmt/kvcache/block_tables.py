@@ -18,7 +18,7 @@ class BlockTables:
         self._tables: dict[int, tuple[Ints, torch.Tensor]] = {}
 
     def table(self, sequence: int, numbers: Ints) -> torch.Tensor:
-        """`numbers` [n], which whoever gives them replaces and never changes."""
+        """`numbers` [n], which the caller replaces and never changes in place."""
         known = self._tables.get(sequence)
         if known is None or known[0] is not numbers:
             known = numbers, torch.tensor(numbers, dtype=torch.int64, device=self._where)

@@ -38,7 +38,7 @@ class PagedKV:
 
         layers     all of a model's, or some by index
         encoding   None: numbers are kept in `dtype`
-        allocator  of other layers' pages, of as many positions; None: one of its own
+        allocator  of other layers' pages, of as many positions; None: a new one
         """
         layers = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
         pages = round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS

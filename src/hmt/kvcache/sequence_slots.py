@@ -1,4 +1,4 @@
-"""What a sequence holds besides its pages: slots of a size of their own.  Numbers only."""
+"""What a sequence holds besides its pages: slots of another size.  Numbers only."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Keys and values of layers that compute in different places: each layer's where it computes."""
+"""The KV cache of layers that compute in different places: each layer's where it computes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -72,5 +72,5 @@ class SplitKVCache:
         return self._by_device[self._layer_devices.get(layer)]
 
 
-# Whatever keeps sequences of keys and values.
+# Whatever a model keeps its KV in.
 AnyKV = PagedKV | SplitKVCache | TieredKV

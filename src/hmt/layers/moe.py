@@ -21,7 +21,7 @@ class Routing:
 
     experts   int64 [tokens, top_k]
     scales    f32 [tokens, top_k]: what the experts' outputs are multiplied with
-    ending    of the work that a team has begun: see `MoeBackend`
+    ending    of the work that a backend has begun: see `MoeBackend`
     """
 
     experts: Tensor
@@ -161,13 +161,13 @@ class BiasedSigmoidRouter:
 def request_experts(
     x: Tensor, routing: Routing, hidden: Tensor, layer: int, expert: GatedFFN, weights: Weights
 ) -> None:
-    """Ask for all chosen experts at once, as soon as they are known, or let a team begin.
+    """Ask for all chosen experts at once, as soon as they are known, or let a backend begin.
 
     hidden [tokens, hidden_size] is what the router saw, before its norm, and x after it.
     """
-    team = weights.moe_backend(layer)
-    if team is not None:
-        routing.ending = team.begin(x, routing.experts, routing.scales, expert.activation)
+    backend = weights.moe_backend(layer)
+    if backend is not None:
+        routing.ending = backend.begin(x, routing.experts, routing.scales, expert.activation)
         return
     weights.request(routing.blocks(layer), Priority.DEMAND)
     weights.routed(layer, hidden, routing.experts, routing.scales)
@@ -179,7 +179,7 @@ def routed_experts(
     """The chosen experts' outputs for x [tokens, hidden_size], scaled and added up; in x.dtype.
 
     Leases only chosen experts, always in ascending order, as many at a time as are there: the sum,
-    kept in f32, does not depend on which expert arrived first.  A team adds up what each of its
+    kept in f32, does not depend on which expert arrived first.  A backend adds up what each of its
     places has computed.
     """
     assert not expert.prefix

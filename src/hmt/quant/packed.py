@@ -134,13 +134,11 @@ class Format:
     def _panels(self, shape: tuple[int, ...]) -> tuple[Component, ...]:
         rows, columns = shape
         assert columns % PANEL_BLOCK == 0 and columns % self.group_size == 0
-        panel_packing = -(-rows // PANEL_ROWS)
-        groups = (panel_packing, columns // self.group_size, PANEL_ROWS)
+        panels = -(-rows // PANEL_ROWS)
+        groups = (panels, columns // self.group_size, PANEL_ROWS)
         scale_dtype = self.scale_dtype or _SCALE_DTYPES[self.encoding]
         parts = [
-            Component(
-                "data", torch.uint8, (panel_packing, columns // PANEL_BLOCK, 4, PANEL_ROWS, 4)
-            ),
+            Component("data", torch.uint8, (panels, columns // PANEL_BLOCK, 4, PANEL_ROWS, 4)),
             Component("scales", scale_dtype, groups),
         ]
         if self.zeros:
@@ -224,6 +222,6 @@ def pack_pairs(pairs: Tensor) -> Tensor:
 def pack_groups(values: Tensor) -> Tensor:
     """Numbers per group [rows, groups] in panels: [ceil(rows / 16), groups, 16]."""
     rows, groups = values.shape
-    panel_packing = values.new_zeros(round_up(rows, PANEL_ROWS), groups)
-    panel_packing[:rows] = values
-    return panel_packing.view(-1, PANEL_ROWS, groups).transpose(1, 2).contiguous()
+    padded = values.new_zeros(round_up(rows, PANEL_ROWS), groups)
+    padded[:rows] = values
+    return padded.view(-1, PANEL_ROWS, groups).transpose(1, 2).contiguous()

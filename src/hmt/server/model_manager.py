@@ -140,8 +140,8 @@ def _free(model: LoadedModel) -> None:
 
 def manager_of(request: Request) -> ModelManager:
     """That of a request's server."""
-    shelf: ModelManager = request.app.state.model_manager
-    return shelf
+    manager: ModelManager = request.app.state.model_manager
+    return manager
 
 
 def described(name: str, service: Service | None) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Requests through a plan that nobody runs: the scheduler's rules, predicted steps."""
+"""Requests through a plan that is not loaded: the scheduler's rules, predicted steps."""

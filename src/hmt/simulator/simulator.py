@@ -61,7 +61,7 @@ class SimulationResult:
     nbytes         read, by memory
     limits_s       seconds of steps by the part that bounded them
     prompt_tokens  computed, those included that were computed again
-    steps, batch   steps, and texts in a step on average over its time
+    steps, batch   steps, and sequences in a step on average over its time
     queue, longest_queue   requests that have had no step yet, on average over time, and at most
     preemptions    times that one gave way to others
     """
@@ -205,13 +205,13 @@ class _Simulation:
         count = self._alike(output, float(cost[0]))
         if count > 1:
             cost, limit = self._cost(output, count)
-        found, texts = self._found, len(output.segments)
+        found, sequences = self._found, len(output.segments)
         begin, seconds = self._now, float(cost[0]) * count
         self._now += seconds
         self._sums += cost * count
-        self._filled += texts * seconds
+        self._filled += sequences * seconds
         found.longest_queue = max(found.longest_queue, self._unbegun)
-        found.most_batch = max(found.most_batch, texts)
+        found.most_batch = max(found.most_batch, sequences)
         found.limits_s[limit] = found.limits_s.get(limit, 0.0) + seconds
         found.steps += count
         found.prompt_tokens += output.prompt_tokens
@@ -242,24 +242,25 @@ class _Simulation:
 
     def _cost(self, output: SchedulerOutput, count: int) -> "tuple[Any, str]":
         """Of one step; of many like it, of the one in the middle."""
-        texts = len(output.segments)
+        sequences = len(output.segments)
         reads = [segment.context for segment in output.segments]
         if not output.prompt_tokens:
-            return self._costs.decode(texts, sum(reads) / texts + (count - 1) / 2 * (count > 1))
+            mean = sum(reads) / sequences + (count - 1) / 2 * (count > 1)
+            return self._costs.decode(sequences, mean)
         every = output.num_tokens
         seen = sum(s.length * (s.start + (s.length + 1) / 2) for s in output.segments)
-        return self._costs.mixed(every, texts, sum(reads) / texts, seen / every)
+        return self._costs.mixed(every, sequences, sum(reads) / sequences, seen / every)
 
     def _alike(self, output: SchedulerOutput, seconds: float) -> int:
         """How many steps from this one on are like it: until one comes, ends or grows."""
-        load, texts = self._scheduler.load, output.segments
-        members = tuple(segment.request for segment in texts)
+        load, segments = self._scheduler.load, output.segments
+        members = tuple(segment.request for segment in segments)
         before, self._before = self._before, members
-        if output.prompt_tokens or load.running != len(texts):
+        if output.prompt_tokens or load.running != len(segments):
             return 1
         if load.waiting and members != before:
-            return 1  # the next step may admit somebody
-        running = [self._running[segment.request] for segment in texts]
+            return 1  # the next step may admit a request
+        running = [self._running[segment.request] for segment in segments]
         ends = [
             min(
                 one.request.tokens - one.state.answered,

@@ -29,7 +29,7 @@ _MOST_CHARACTERS: Final = 16 << 20
 _MOST_SEARCHED: Final = 4 << 20
 # Of Phi-3's marks those that keep the spaces behind them.
 _PHI3_PLAIN: Final = ("<unk>", "<s>", "<|endoftext|>")
-# BOS begins their texts whatever the file says, as in llama.cpp.
+# BOS begins their prompts whatever the file says, as in llama.cpp.
 _ALWAYS_BOS: Final = ("gemma4", "granite-embed-multi-311m")
 
 

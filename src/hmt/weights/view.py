@@ -39,8 +39,8 @@ class WeightsView:
 
         prefetch     False: blocks are read when they are leased, and each is leased: requests are
                      not passed on, and no block is said to be resident
-        observers    are told what routers choose; every expert is leased then, for whoever else
-                     computes some would have to wait until observers know them
+        observers    are told what routers choose; every expert is leased then, for a MoeBackend
+                     would have to wait until observers know them
         other_lease  is asked first for a block's lease
         """
         self._weights = weights

@@ -27,7 +27,7 @@ from hmt.weights import WeightsView
 class Executor(Protocol):
     """Runs steps.
 
-    surveys   what is known of each row that the last step returned; none where nobody looked
+    surveys   what is known of each row that the last step returned; empty where none was computed
     """
 
     surveys: Sequence[LogitStats]

@@ -26,7 +26,7 @@ _SLOT_SHARE = 4  # guesses may wait in a quarter of the slots
 
 
 class ExpertPrefetcher(StepObserver):
-    """Implements Observer: guesses the experts of the next layer."""
+    """Implements StepObserver: guesses the experts of the next layer."""
 
     def __init__(self, model: Model, weights: WeightStore, plan: Plan) -> None:
         self._weights = weights

@@ -32,7 +32,7 @@ def open_trace(path: Path, model: str, spec: ModelSpec, blocks: Sequence[BlockSi
 
 
 class ExpertRecorder(StepObserver):
-    """Implements Observer: writes a trace, with what the next router would have said earlier."""
+    """Implements StepObserver: writes a trace and what the next router would have said earlier."""
 
     def __init__(self, trace: TraceWriter, predictor: RouterPredictor) -> None:
         self._trace = trace

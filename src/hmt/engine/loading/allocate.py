@@ -18,16 +18,9 @@ from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prefix_cache import open_prefixes
 from hmt.engine.loading.prepare import Prepared
 from hmt.hardware.machine import remembered
-from hmt.memory import (
-    Account,
-    HostPool,
-    Ledger,
-)
+from hmt.memory import Account, HostPool, Ledger
 from hmt.memory.device import Device
-from hmt.weights import (
-    WeightStore,
-    open_policy,
-)
+from hmt.weights import WeightStore, open_policy
 
 
 def allocate(

@@ -29,7 +29,7 @@ _DENSE = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 
 
 def kv_budgets(config: EngineConfig) -> KVBudgets | None:
-    """Of keys and values that do not all lie where layers compute; None where they do."""
+    """Of a KV cache that does not all lie where layers compute; None where it does."""
     if config.kv_gpu_memory_bytes is None:
         return None
     disk_bytes = 0 if config.kv_offload_dir is None else config.kv_offload_disk_memory_bytes
@@ -79,11 +79,11 @@ def demand_of(
     sizes = {id(layout): layout.size for layout in distinct}
     numbers = {id(layout): layout.parameter_bytes for layout in distinct}
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
-    near, warm, cold = kv_quant
-    number = page_encoding(near, model.dtype).dtype
-    # Texts that share what is near have all of it there, windows included.
+    on_device, on_host, on_disk = kv_quant
+    number = page_encoding(on_device, model.dtype).dtype
+    # Sequences that share device pages have all of them there, windows included.
     shared = config.prefix_cache and config.kv_gpu_memory_bytes is None
-    pages = kv_sizes(model.spec.kv, model.dtype, warm, cold, selection_of(config), near)
+    pages = kv_sizes(model.spec.kv, model.dtype, on_host, on_disk, selection_of(config), on_device)
     return Demand(
         spec=model.spec,
         blocks=tuple(replace(sizes[id(layout)], id=b) for b, layout in layouts.items()),

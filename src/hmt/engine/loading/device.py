@@ -1,4 +1,4 @@
-"""A GPU's part of loading: its memory, the weights that live there, and its keys and values."""
+"""A GPU's part of loading: its memory, the weights that live there, and its KV pages."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ from hmt.weights import BlockLayout, DeviceWeights, WeightStore
 # Of what a limit leaves: kernels' code, graphs, and what lies between torch's own buffers took
 # 89 MB of 16 GiB with a Llama of 70 billion parameters.
 _OURS = 0.99
-_SHARE_OF_FREE = 0.9  # of a GPU's memory, when nobody says how much
+_SHARE_OF_FREE = 0.9  # of a GPU's memory, when no limit is given
 
 
 def open_devices(config: EngineConfig) -> tuple[Device, ...]:

@@ -33,8 +33,8 @@ def searched_plan(
         device_bytes=options.device_bytes,
         kv=options.kv,
     )
-    outlook = ScenarioPlanner(lambda scheme, count: replace(demand, batch=count))
+    planner = ScenarioPlanner(lambda scheme, count: replace(demand, batch=count))
     if config.profile is not None:
-        return plan_profile(outlook, setting, settled(config.profile, setting)).plan
+        return plan_profile(planner, setting, settled(config.profile, setting)).plan
     assert config.goal is not None
-    return plan_for_objective(outlook, setting, config.goal).plan
+    return plan_for_objective(planner, setting, config.goal).plan

@@ -1,4 +1,4 @@
-"""Loading's part for keys and values: each layer's where it computes, or at several levels."""
+"""Loading's part for the KV cache: each layer's where it computes, or over several tiers."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ def open_kv(
     queue: ReadQueue,
     stack: ExitStack,
 ) -> AnyKV:
-    """Keys and values, each layer's where it computes, and by the plan's levels beside that.
+    """The KV cache, each layer's where it computes, and in the plan's tiers beside that.
 
     One allocator serves all of them.  Layers that compute on the CPU beside a device keep all of
     theirs in host memory.  What is taken is given back by `stack`.  Raises BudgetError, and

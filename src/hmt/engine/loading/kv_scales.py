@@ -106,8 +106,8 @@ def with_scales(quant: tuple[str, str, str], source: Source) -> tuple[str, str, 
     Without a file of its own it is the one beside the weights.  Raises ConfigError where that is
     missing, or was made for other weights.
     """
-    near, warm, cold = quant
-    kept = DiskCodecName.parse(cold)
+    on_device, on_host, on_disk = quant
+    kept = DiskCodecName.parse(on_disk)
     if kept.usual in KV_ENCODINGS:
         return quant
     name = CodecName.parse(kept.usual)
@@ -125,7 +125,7 @@ def with_scales(quant: tuple[str, str, str], source: Source) -> tuple[str, str, 
             f"{file} was made for other weights than those of {source.path}: "
             f"`hmt calibrate kv {source.path}` makes it anew"
         )
-    return near, warm, str(replace(kept, usual=f"{kept.usual.partition('@')[0]}@{file}"))
+    return on_device, on_host, str(replace(kept, usual=f"{kept.usual.partition('@')[0]}@{file}"))
 
 
 def scales_beside(path: Path) -> Path:

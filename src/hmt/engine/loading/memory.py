@@ -42,7 +42,7 @@ class Memory:
         return tuple(pool.stats() for pool in self.pools if pool.account.limit_bytes)
 
     def kv_account(self) -> KVAccount | None:
-        """Keys and values at several levels; None where they all lie near."""
+        """Of a KV cache over several tiers; None where all of it lies where layers compute."""
         kv = self.kv.there if isinstance(self.kv, SplitKVCache) else self.kv
         return (
             replace(copy.deepcopy(kv.account), used=kv.held()) if isinstance(kv, TieredKV) else None
@@ -65,12 +65,12 @@ class Memory:
 
     def _expert_account(self) -> ExpertAccount | None:
         assert self.on_device is not None
-        teams = self.on_device.weights.moe_backends
-        counts = teams.counts()
+        backends = self.on_device.weights.moe_backends
+        counts = backends.counts()
         if counts is None:
             return None
         found, brought, left, cut = counts
-        return ExpertAccount(found, brought, left, teams.nbytes, cut)
+        return ExpertAccount(found, brought, left, backends.nbytes, cut)
 
     def close(self) -> None:
         """Free it all."""

@@ -15,16 +15,12 @@ from hmt.engine.loading.goal_plan import searched_plan
 from hmt.engine.loading.kv_scales import with_scales
 from hmt.engine.loading.source import Source, open_source
 from hmt.hardware.machine import machine_for, with_device
-from hmt.memory import (
-    physical_host_bytes,
-)
+from hmt.memory import physical_host_bytes
 from hmt.memory.device import Device
 from hmt.models import open_model
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.planner.placement.numa import on_numa_nodes
-from hmt.weights import (
-    BlockLayout,
-)
+from hmt.weights import BlockLayout
 
 
 @dataclass(frozen=True, slots=True)

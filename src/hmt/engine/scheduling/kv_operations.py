@@ -32,7 +32,7 @@ class KVOperationLog:
 
     @property
     def free_tokens(self) -> int:
-        """Positions that nobody has reserved."""
+        """Positions that no sequence has reserved."""
         return self._kv.free_tokens
 
     def can_rewind(self) -> bool:

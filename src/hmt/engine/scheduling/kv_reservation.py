@@ -1,4 +1,4 @@
-"""What sequences hold of the cache of keys and values: taken, grown, put aside, given back."""
+"""What sequences hold of the KV cache: taken, grown, put aside, given back."""
 
 from collections.abc import Callable
 
@@ -29,7 +29,7 @@ class KVReservation:
 
     @property
     def free_tokens(self) -> int:
-        """Positions that nobody has reserved."""
+        """Positions that no sequence has reserved."""
         return self._kv.free_tokens
 
     @property
@@ -160,7 +160,7 @@ class KVReservation:
         sequence.kv, sequence.reserved_tokens = None, 0
 
     def shared(self, sequence: SequenceState) -> int:
-        """Tokens of a sequence that waits whose keys and values are in memory."""
+        """Tokens of a sequence that waits whose KV is in memory."""
         if sequence.kv is not None:
             return sequence.computed
         if self._prefixes is None or sequence.has_prompt_outputs:

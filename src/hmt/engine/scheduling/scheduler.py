@@ -33,10 +33,10 @@ class Scheduler:
 
     A request is admitted when its prompt and the answer that is expected of it can be reserved, and
     grows page by page if the answer becomes longer.  `RequestQueue` says who is next, and while
-    there is no room for them, nobody passes.  Who has to grow and finds nothing takes what others
-    have reserved and not begun; after that somebody is sent back: the lowest priority first, of
-    these the one that came last.  Answers do not depend on that.  Who was sent back twice is
-    admitted with all that they may need, and is not sent back any more.
+    there is no room for that one, no other passes.  Who has to grow and finds nothing takes what
+    others have reserved and not begun.  After that a sequence is sent back: the lowest priority
+    first, of these the one that came last.  Answers do not depend on that.  A sequence that was
+    sent back twice is admitted with all that it may need, and is not sent back any more.
 
     Several answers to one prompt: the others wait until the first has computed the prompt, and
     share it.  Those for which there is no place then begin with it later: the last one to end
@@ -259,7 +259,7 @@ class Scheduler:
     # Who grows, and who gives way
 
     def _grow(self) -> bool:
-        """Find room for the next token of all that run; whether somebody was sent back for it."""
+        """Find room for the next token of all that run; whether a sequence was sent back for it."""
         before = self._dropped
         for sequence in sorted(self._running, key=_rank):
             needed = len(sequence.tokens)
@@ -282,7 +282,7 @@ class Scheduler:
             self._send_back(next(one for one in ranked if not _is_settled(one)), park=False)
 
     def _put_aside(self) -> list[SequenceState]:
-        """Those that wait and have keys and values, who rank lowest first."""
+        """Those that wait and hold KV pages, who rank lowest first."""
         there = [one for one in self._waiting if one.kv is not None]
         return sorted(there, key=_rank, reverse=True)
 
@@ -327,7 +327,7 @@ class Scheduler:
         return waits
 
     def _drop(self, sequence: SequenceState) -> None:
-        """Take all keys and values from a sequence that waits."""
+        """Take all KV pages from a sequence that waits."""
         self._choices.release(sequence, ended=False)
         self._rooms.drop(sequence)
         sequence.prefill_tokens = len(sequence.tokens)
@@ -415,7 +415,7 @@ class Scheduler:
         if aside and needed > free and not crowded:
             self._drop(aside[0])
         elif lower:
-            # Else there is too little of what sequences keep near, or of places in a step.
+            # Else too few device pages are left for running sequences, or places in a step.
             self._send_back(lower[0], park=crowded or needed <= free)
         elif not self._running and (aside or head.kv is not None):
             self._drop(aside[0] if aside else head)

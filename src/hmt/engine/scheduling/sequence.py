@@ -14,7 +14,7 @@ _numbers = itertools.count(1)
 class PromptEnd:
     """Stands for the logits behind a prompt of which there are several answers.
 
-    All of these begin with one.  Who chooses tokens keeps the logits for as long as this lives.
+    All of these begin with one.  EngineCore keeps the logits for as long as this lives.
     """
 
 
@@ -37,13 +37,13 @@ class SequenceState:
     kv                handle in the KV cache; None while it has nothing there
     reserved_tokens   positions that are reserved for it
     preemptions       times that it had begun and others needed its place or its room
-    prefix_leader     another of the same prompt, whose keys and values are to be shared once
+    prefix_leader     another of the same prompt, whose KV pages are to be shared once
                       computed
     prompt_end        of the prompt that `kv` begins with, while others of the same prompt can begin
                       with it, too
     is_unsettled      whether its last token waits for a grammar, so that it is left out of steps
     error             why it ended, where it failed
-    cached_tokens     positions whose keys and values were there when it began to run
+    cached_tokens     positions whose KV was in the cache when it began to run
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
     deadline_s        time.monotonic() at which it fails if it has not ended; None: never
     """
@@ -116,7 +116,7 @@ class SequenceState:
             self.finish_reason, self.error = FinishReason.ERROR, error
 
     def cancel(self) -> None:
-        """End, since nobody wants the rest."""
+        """End, since the client does not want the rest."""
         if not self.finished:
             self.finish_reason = FinishReason.CANCELLED
 

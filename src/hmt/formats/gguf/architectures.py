@@ -309,7 +309,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
     ),
     "llama": llama,
     "mellum": mellum,
-    # Computes what Granite does, with scales of its own.
+    # Computes what Granite does, with its own scales.
     "minicpm": Architecture(
         "GraniteForCausalLM",
         "granite",

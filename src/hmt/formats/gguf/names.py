@@ -20,14 +20,11 @@ from hmt.contracts.checkpoint import (
     PublishedPart,
     TensorRecord,
 )
+from hmt.contracts.encoding import BLOCK_SHAPES
 from hmt.formats.gguf.architecture import LAYER, Architecture
 
 FLOATS: Final = ("F32", "F16", "BF16")
-CODES: Final = (
-    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0",
-    "MXFP4",
-)  # fmt: skip
+CODES: Final = ("Q4_0", "Q4_1", *(encoding.name for encoding in BLOCK_SHAPES), "MXFP4")
 
 # Tensors that say what the configuration says, or what is computed from it.
 IGNORED: Final = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")

@@ -312,11 +312,13 @@ class _ReadAhead:
         return self._layers[(self._layers.index(layer) + 1) % len(self._layers)], 0
 
     def _begin(self, layer: int, first: int) -> "_Reading":
-        cold = self._disk_pages
-        memory = cold._buffers[self._next].tensor
-        self._next = (self._next + 1) % len(cold._buffers)
-        groups = self._groups[first : first + cold._per_chunk(layer)]
-        return _Reading(cold._queue, cold._reads(layer, groups, memory.numpy().data), memory)
+        disk_pages = self._disk_pages
+        memory = disk_pages._buffers[self._next].tensor
+        self._next = (self._next + 1) % len(disk_pages._buffers)
+        groups = self._groups[first : first + disk_pages._per_chunk(layer)]
+        return _Reading(
+            disk_pages._queue, disk_pages._reads(layer, groups, memory.numpy().data), memory
+        )
 
 
 class _Reading:

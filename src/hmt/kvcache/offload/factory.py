@@ -31,9 +31,9 @@ _ENCODINGS = {
 
 
 def page_encoding(name: str, dtype: torch.dtype, device_format: str = "exact") -> ops.PageEncoding:
-    """What KVLevels calls so, in a model that computes in `dtype`; for codecs, what they yield.
+    """What KVTiers calls so, in a model that computes in `dtype`; for codecs, what they yield.
 
-    device_format  how pages are kept near, which "exact" means elsewhere
+    device_format  how pages are kept where layers compute, which "exact" means elsewhere
     """
     return _ENCODINGS.get(device_format if name == "exact" else name) or ops.PageEncoding.of(dtype)
 
@@ -126,10 +126,12 @@ def open_tiered(
     """
     whole, windows = _by_window(layers)
     kept = page_encoding(levels.device_format, dtype)
-    warm = cold = None
+    host_store = disk_pages = None
     with ExitStack() as made:
-        hot = PageStore(whole, levels.device_pages, kept, device_pool, staged=levels.staged_pages)
-        made.callback(hot.release)
+        device_store = PageStore(
+            whole, levels.device_pages, kept, device_pool, staged=levels.staged_pages
+        )
+        made.callback(device_store.release)
         rings = []
         for window, members in windows.items():
             rings.append(
@@ -140,11 +142,11 @@ def open_tiered(
             made.callback(rings[-1].release)
         if levels.host_pages:
             encoding = page_encoding(levels.host_format, dtype, levels.device_format)
-            warm = PageStore(whole, levels.host_pages, encoding, host, pinned=pinned)
-            made.callback(warm.release)
+            host_store = PageStore(whole, levels.host_pages, encoding, host, pinned=pinned)
+            made.callback(host_store.release)
         if levels.disk_groups:
             assert folder is not None
-            cold = DiskPages(
+            disk_pages = DiskPages(
                 folder, whole, levels.disk_groups, pool=host, queue=queue,
                 chunk_bytes=levels.chunk_bytes,
                 **disk_formats_of(levels.disk_format, whole, dtype, levels.device_format),
@@ -157,7 +159,16 @@ def open_tiered(
 
     chosen = None if selection is None else choosing
     order_of = KV_EVICTION[order]
-    return TieredKV(hot, warm, cold, rings, order_of, chunk=chunk, selection=chosen, device=device)
+    return TieredKV(
+        device_store,
+        host_store,
+        disk_pages,
+        rings,
+        order_of,
+        chunk=chunk,
+        selection=chosen,
+        device=device,
+    )
 
 
 def _by_window(

@@ -1,4 +1,4 @@
-"""A paged KV cache over several memories: near pages in full, far ones in fewer bits or on disk.
+"""A paged KV cache over several memories: device pages in full, others in fewer bits or on disk.
 
 Attention goes to where the pages are, and its parts merge exactly.  Which pages move away is the
 policy's to say; none is ever lost.
@@ -38,7 +38,7 @@ _NOTHING: Mapping[int, Ints] = {}
 
 @dataclass(frozen=True, slots=True)
 class PagesOfStep:
-    """A step's runs by level; cold: with places instead of tables."""
+    """A step's runs by tier; on the disk with places instead of tables."""
 
     device: ops.AttentionMetadata
     host: ops.AttentionMetadata | None = None
@@ -46,7 +46,7 @@ class PagesOfStep:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether some of the pages are not near."""
+        """Whether some of the pages lie elsewhere."""
         return self.host is not None or bool(self.disk)
 
 
@@ -55,7 +55,7 @@ class TieredKV(OffloadedKVBase):
 
     A sequence's pages are made as it grows, where layers compute, and move away when others need
     the room: least worth first, but never its first pages nor its last.  Layers with a sliding
-    window keep rings of their own, which never move.
+    window keep separate rings, which never move.
 
     allocator        of the sequences
     sliding_windows  by window
@@ -200,11 +200,11 @@ class TieredKV(OffloadedKVBase):
         if rings := self._windows_by_layer.get(layer):
             kept, table = rings.layers[layer], rings.table(run.sequence, run.context)
             return ops.read_pages(kept.pages, kept.slot, table, run.context)
-        hot = self._stores.device
-        layout = hot.layers[layer].pages.layout
+        device_store = self._stores.device
+        layout = device_store.layers[layer].pages.layout
         ids = self.allocator.pages(run.sequence)[: pages_of(run.context)]
         shape = len(ids), PAGE_TOKENS, layout.heads
-        dtype, device = layout.encoding.dtype, hot.device
+        dtype, device = layout.encoding.dtype, device_store.device
         if not dtype.is_floating_point or dtype.itemsize == 1:
             dtype = torch.float32  # as `ops.read_pages`
         key = torch.empty(*shape, layout.key_dim, dtype=dtype, device=device)
@@ -220,7 +220,7 @@ class TieredKV(OffloadedKVBase):
 
     @property
     def device_tokens(self) -> int:
-        """Positions that can be near at once."""
+        """Positions that can be where layers compute at once."""
         return self._stores.device.count * PAGE_TOKENS
 
     @property
@@ -229,7 +229,7 @@ class TieredKV(OffloadedKVBase):
         return self._selection is not None
 
     def kept(self, layer: int) -> KeptLayer:
-        """Where a layer's near pages are, or those of its window."""
+        """Where a layer's device pages are, or those of its window."""
         rings = self._windows_by_layer.get(layer)
         return (rings.layers if rings else self._stores.device.layers)[layer]
 
@@ -238,13 +238,13 @@ class TieredKV(OffloadedKVBase):
 
         None where a device has no kernel for that, or no room.
         """
-        hot, warm = self._stores.device, self._stores.host
-        if warm is None or layer not in hot.staged:
+        device_store, host_store = self._stores.device, self._stores.host
+        if host_store is None or layer not in device_store.staged:
             return None
-        if not backend_on(hot.device).on_host and not self._stores.crosses:
+        if not backend_on(device_store.device).on_host and not self._stores.crosses:
             return None
-        kept = warm.layers[layer]
-        return hot.staged[layer], kept.pages, kept.slot
+        kept = host_store.layers[layer]
+        return device_store.staged[layer], kept.pages, kept.slot
 
     @property
     def crosses(self) -> bool:
@@ -277,7 +277,7 @@ class TieredKV(OffloadedKVBase):
     ) -> tuple[PagesOfStep, Mapping[int, Ints]]:
         """Where the pages are that a step attends to in `layer`; by sequence, those it leaves out.
 
-        Beside a device near pages are never left out: it attends to them before anybody knows what
+        Beside a device its pages are never left out: it attends to them before it is known what
         its tokens ask for, so that a step can be captured.
         """
         hidden = self._hidden(layer, step, asked)
@@ -327,17 +327,17 @@ class TieredKV(OffloadedKVBase):
             self._places.policy.weighed(ids, attention * len(ids), self._places.clock())
 
     def offloaded(self, layer: int, where: PagesOfStep) -> PageChunks:
-        """Pages of a step's runs that are not near."""
-        warm, cold = self._stores.host, self._stores.disk
-        if where.host is not None and warm is not None:
-            kept = warm.layers[layer]
+        """Pages of a step's runs that lie elsewhere."""
+        host_store, disk_pages = self._stores.host, self._stores.disk
+        if where.host is not None and host_store is not None:
+            kept = host_store.layers[layer]
             count = sum(len(run.table) for run in where.host.runs)
             self.account.host_bytes += count * kept.pages.layout.page_bytes
             yield kept.pages, kept.slot, where.host
-        if where.disk and cold is not None:
+        if where.disk and disk_pages is not None:
             tables = [slots for _, slots in where.disk]
-            self.account.disk_bytes += cold.read_bytes(layer, tables)
-            for pages, found in cold.chunks(layer, tables):
+            self.account.disk_bytes += disk_pages.read_bytes(layer, tables)
+            for pages, found in disk_pages.chunks(layer, tables):
                 runs = [
                     _over(run, table)
                     for (run, _), (_, table) in zip(where.disk, found, strict=True)
@@ -363,25 +363,29 @@ class TieredKV(OffloadedKVBase):
 
     def _places_of(self, step: Step, hidden: Mapping[int, Ints]) -> PagesOfStep:
         """A step's runs over all pages but the `hidden` ones, by sequence."""
-        hot, warm, cold = [], [], []
-        book = self._places.page_table
+        on_device, on_host, on_disk = [], [], []
+        page_table = self._places.page_table
         for run in step.segments:
             every = self.allocator.pages(run.sequence)[: pages_of(run.context)]
             ids = every
             if len(left := hidden.get(run.sequence, _NONE)):
                 ids = every[~np.isin(every, left)]
-            levels, slots = book.level_of(ids), book.slots_of(ids)
-            near = levels == PageTier.DEVICE
+            levels, slots = page_table.level_of(ids), page_table.slots_of(ids)
+            here = levels == PageTier.DEVICE
             # What is elsewhere comes before the run's own tokens: without it they stand earlier.
-            start = run.start - PAGE_TOKENS * int(len(every) - near.sum())
+            start = run.start - PAGE_TOKENS * int(len(every) - here.sum())
             # To a device they go with all that kernels are told of runs.
-            hot.append(ops.PagedSegment(run.offset, run.length, start, to_tensor(slots[near])))
+            on_device.append(
+                ops.PagedSegment(run.offset, run.length, start, to_tensor(slots[here]))
+            )
             if len(there := slots[levels == PageTier.HOST]):
-                warm.append(_over(run, to_tensor(there)))
+                on_host.append(_over(run, to_tensor(there)))
             if len(there := slots[levels == PageTier.DISK]):
-                cold.append((run, there))
+                on_disk.append((run, there))
         return PagesOfStep(
-            ops.AttentionMetadata(hot), ops.AttentionMetadata(warm) if warm else None, tuple(cold)
+            ops.AttentionMetadata(on_device),
+            ops.AttentionMetadata(on_host) if on_host else None,
+            tuple(on_disk),
         )
 
 

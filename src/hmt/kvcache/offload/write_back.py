@@ -20,7 +20,7 @@ from hmt.kvcache.page_table import Ints, PageTable, PageTier
 class PageGroup:
     """Pages at `level` of which `target` has a copy at `places`, once that is `written`.
 
-    void   somebody may write to one of the pages again: the copy is worth nothing
+    void   a sequence may write to one of the pages again: the copy is worth nothing
     """
 
     ids: Ints
@@ -37,10 +37,11 @@ class WriteBackQueue:
     """Groups of pages that are on their way to host memory or to the disk.  For one thread.
 
     Those to host memory, one group at a time, leave as soon as they have arrived: the queue owns a
-    share of each, so whoever gives a page up meanwhile does not free it.  Those to the disk, in
-    whole groups, leave when their room is needed, for they are read faster where they are; until
-    then a page may be given up, and its id used again: its group is forgotten then.  Where writing
-    to the disk failed, pages stay what they were, and are written again when their room is needed.
+    share of each, so a sequence that gives a page up meanwhile does not free it.  Those to the
+    disk, in whole groups, leave when their room is needed, for they are read faster where they are.
+    Until then a page may be given up, and its id used again: its group is forgotten then.  Where
+    writing to the disk failed, pages stay what they were, and are written again when their room is
+    needed.
 
     works   False after a failure, until the disk has taken pages again
     """
@@ -110,7 +111,7 @@ class WriteBackQueue:
             self._page_table.drop(group.ids)
 
     def forget(self, stays: Ints) -> None:
-        """Give up disk copies of pages that nobody owns any more, and those that were not written.
+        """Give up disk copies of pages without an owner, and those that were not written.
 
         stays   pages that are not to move away, among them all that the next step writes to
         """

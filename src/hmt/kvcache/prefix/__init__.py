@@ -1,4 +1,4 @@
-"""Beginnings of texts whose keys and values are there already: in memory, and on the disk."""
+"""Beginnings of sequences whose KV pages exist already: in memory, and on the disk."""
 
 from hmt.kvcache.prefix.cache import Opened, PrefixCache
 from hmt.kvcache.prefix.extents import PageExtents

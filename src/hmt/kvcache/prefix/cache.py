@@ -74,7 +74,7 @@ class PrefixCache:
         return Opened(sequence, held * PAGE_TOKENS)
 
     def leave(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
-        """Close a sequence whose text will go on, and keep its pages in memory; see `close`."""
+        """Close a sequence that will go on later, and keep its pages in memory; see `close`."""
         allocator = self.kv.allocator
         self.tree.insert(tokens, allocator.pages(sequence), salt, owner)
         allocator.close(sequence)
@@ -82,7 +82,7 @@ class PrefixCache:
     def close(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
         """Close a sequence, and keep its pages for others.
 
-        tokens   all whose keys and values were appended for every layer, from the first on
+        tokens   all whose KV was appended for every layer, from the first on
         owner    the one that they count for
         """
         self.leave(sequence, tokens, salt, owner)

@@ -1,4 +1,4 @@
-"""Beginnings of texts on the disk, where a later run of the program finds them."""
+"""Beginnings of sequences on the disk, where a later run of the program finds them."""
 
 import contextlib
 import fcntl

@@ -330,7 +330,7 @@ def keep_prefixes(
     """
     if not allocator.keeps_all_positions:
         raise ConfigError(
-            "this model has layers with a sliding window, whose keys and values are not kept "
+            "this model has layers with a sliding window, whose KV pages are not kept "
             "beyond it, so prompts cannot share them: leave the prefix cache off"
         )
     table = allocator.page_table

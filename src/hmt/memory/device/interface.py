@@ -88,7 +88,7 @@ class CopyEvent(Event, Protocol):
     """The end of a copy."""
 
     def elapsed_s(self) -> float:
-        """How long it took from its beginning, once it is reached; 0 where nobody knows."""
+        """How long it took from its beginning, once it is reached; 0 where that is not measured."""
         ...
 
 
@@ -105,7 +105,7 @@ class Device(Protocol):
     where: torch.device
 
     def free_bytes(self) -> int:
-        """Memory that nobody uses, as the driver counts it."""
+        """Memory that no process uses, as the driver counts it."""
         ...
 
     def used_bytes(self) -> int:

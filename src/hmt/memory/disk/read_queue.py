@@ -25,7 +25,7 @@ class ReadCounters:
 
     requests      reads that the disk was asked for
     read_bytes    that they brought
-    useful_bytes  of them, bytes that somebody wanted: no alignment padding, no gaps
+    useful_bytes  of them, bytes that a block or row wanted: no alignment padding, no gaps
     queued_s      sum over requests of the time from a ticket's arrival to its being read
     tickets, cancelled, failed   tickets that have ended, and of them without an answer
     """
@@ -55,7 +55,7 @@ class QueueCounters:
 
     @property
     def useful_bytes(self) -> int:
-        """Of them, bytes that somebody wanted."""
+        """Of them, bytes that a block or row wanted."""
         return sum(counters.useful_bytes for counters in self.by_priority.values())
 
     @property

@@ -60,7 +60,7 @@ class CallContext:
     _closing: ExitStack = field(default_factory=ExitStack)
 
     def use(self, block: BlockId) -> Mapping[str, WeightTensor]:
-        """The parameters of `block`, leased until another one is used or the work ends."""
+        """The parameters of `block`, leased until another one is used or the call ends."""
         assert self.weights is not None
         if block != self._leased:
             self.release()
@@ -74,18 +74,18 @@ class CallContext:
         self._closing.close()
 
 
-_current: ContextVar[CallContext] = ContextVar("work")
+_current: ContextVar[CallContext] = ContextVar("call_context")
 
 
 @contextmanager
-def in_context(work: CallContext) -> Iterator[CallContext]:
-    """Replaced modules that are called in the body are about `work`."""
-    token = _current.set(work)
+def in_context(context: CallContext) -> Iterator[CallContext]:
+    """Replaced modules that are called in the body are about `context`."""
+    token = _current.set(context)
     try:
-        yield work
+        yield context
     finally:
         _current.reset(token)
-        work.release()
+        context.release()
 
 
 def current_context() -> CallContext:

@@ -1,7 +1,7 @@
 """What models of transformers have that HMT does not compute, by the fields that say so.
 
 A model is refused for it before its modules are made.  What no field says is found by looking at
-the modules (`sight`); where that fails, the class that could not be followed is named.
+the modules (`trace`); where that fails, the class that could not be followed is named.
 """
 
 import traceback

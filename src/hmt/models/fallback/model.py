@@ -53,12 +53,12 @@ class Fallback(Model):
         module_tree.refuse_others(read)
         self._border = border_in(read.get_text_config())
         opened = _open(read, architecture, dtype)
-        self._tree, self._parts, sights = opened.tree, opened.parts, opened.traces
+        self._tree, self._parts, trace = opened.tree, opened.parts, opened.traces
         maker = BlockMaker(self._tree, self._parts, opened.published, architecture)
         layers = len(self._parts.layers)
         blocks = (
             *maker.trunk(opened.tied),
-            *(block for i in range(layers) for block in maker.layer(i, sights.layers[i])),
+            *(block for i in range(layers) for block in maker.layer(i, trace.layers[i])),
             *maker.head(opened.tied),
         )
         text = self._tree.model.config.get_text_config()
@@ -69,23 +69,25 @@ class Fallback(Model):
             vocab_size=self._parts.head.out_features,
             max_context=_max_context(text),
             blocks=blocks,
-            kv=tuple(sight.kv[0] for sight in sights.layers),
-            activation_width=max(_width(sight, text.hidden_size) for sight in sights.layers),
-            attention_heads=max(sight.heads for sight in sights.layers),
-            experts_per_token=max(sight.top_k for sight in sights.layers),
+            kv=tuple(layer_trace.kv[0] for layer_trace in trace.layers),
+            activation_width=max(
+                _width(layer_trace, text.hidden_size) for layer_trace in trace.layers
+            ),
+            attention_heads=max(layer_trace.heads for layer_trace in trace.layers),
+            experts_per_token=max(layer_trace.top_k for layer_trace in trace.layers),
             ignored=_ignored(self._tree),
             capturable=False,
             together=False,
             remarks=(REMARK,),
             rotary_border=self._border,
         )
-        self._after = [_after_attention(sight) for sight in sights.layers]
+        self._after = [_after_attention(layer_trace) for layer_trace in trace.layers]
         self._layer_blocks: list[list[BlockId]] = [[] for _ in range(layers)]
         for block in blocks:
             if block.id.layer != TRUNK and block.id.kind is not BlockKind.EXPERT:
                 self._layer_blocks[block.id.layer].append(block.id)
         for index, layer in enumerate(self._parts.layers):
-            answer = _answering(sights.layers[index].answers)
+            answer = _answering(trace.layers[index].answers)
             self._tree.layers[index] = Stage(layer, index, answer)
         self._input_width = next(b for b in blocks if b.params).params[0].shape[1]
         self._prepared: tuple[Step | None, Tensor, list[dict[int, Call]]]
@@ -282,10 +284,10 @@ def _attempt(
     parts = split_blocks(built, architecture)
     BlockMaker(built, parts, published, architecture).values()
     hidden_size = built.model.config.get_text_config().hidden_size
-    sights = trace_model(built, list(parts.layers), hidden_size, architecture)
-    if sights.problem:
-        raise module_tree.refused(architecture, sights.problem)
-    return _Opened(built, parts, sights, published, tied) if sights.layers[0].kv else None
+    trace = trace_model(built, list(parts.layers), hidden_size, architecture)
+    if trace.problem:
+        raise module_tree.refused(architecture, trace.problem)
+    return _Opened(built, parts, trace, published, tied) if trace.layers[0].kv else None
 
 
 def _called(layer: Layer, call: Call, hidden: Tensor, known: Known) -> Tensor:

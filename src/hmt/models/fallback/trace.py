@@ -44,11 +44,11 @@ class LayerTrace:
 class TracedCall(nn.Module):
     """A layer while the model is looked at."""
 
-    def __init__(self, inner: nn.Module, index: int, sights: "ModelTrace") -> None:
+    def __init__(self, inner: nn.Module, index: int, trace: "ModelTrace") -> None:
         super().__init__()
         self.inner = inner
         self.index = index
-        object.__setattr__(self, "_sights", sights)
+        object.__setattr__(self, "_model_trace", trace)
 
     def __getattr__(self, name: str) -> Any:
         """What the model asks its layer for."""
@@ -59,7 +59,9 @@ class TracedCall(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the layer's."""
-        return object.__getattribute__(self, "_sights").layer(self.inner, self.index, args, kwargs)
+        return object.__getattribute__(self, "_model_trace").layer(
+            self.inner, self.index, args, kwargs
+        )
 
 
 class ModelTrace:
@@ -146,12 +148,12 @@ class ModelTrace:
 
     def experts(self, module: Any, top_k: int) -> None:
         """Experts were asked for."""
-        sight = self.layers[self._at]
-        sight.experts.append((module, self._unit))
-        sight.top_k = top_k
+        layer = self.layers[self._at]
+        layer.experts.append((module, self._unit))
+        layer.top_k = top_k
 
     def _keep(self, heads: int, key: Tensor, value: Tensor, window: int) -> None:
-        sight = self.layers[self._at]
+        layer = self.layers[self._at]
         if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             self._complain(
                 f"it keeps keys {list(key.shape)} and values {list(value.shape)}, not one row "
@@ -159,8 +161,8 @@ class ModelTrace:
             )
             return
         kind = KVKind.SLIDING if window else KVKind.FULL
-        sight.kv.append(KVLayer(kind, key.shape[1], key.shape[3], value.shape[3], window))
-        sight.attention, sight.heads = self._unit, max(sight.heads, heads)
+        layer.kv.append(KVLayer(kind, key.shape[1], key.shape[3], value.shape[3], window))
+        layer.attention, layer.heads = self._unit, max(layer.heads, heads)
 
     def _complain(self, problem: str) -> None:
         self.problem = self.problem or problem
@@ -175,21 +177,21 @@ def trace_model(
     from one to the next by another way (a convolution, a shift) would be lost between steps.
     """
     tokens = list(range(1, _TOKENS + 1))
-    sights, hidden = _run(tree, layers, hidden_size, architecture, tokens)
-    if sights.problem:
-        return sights
+    trace, hidden = _run(tree, layers, hidden_size, architecture, tokens)
+    if trace.problem:
+        return trace
     _, other = _run(tree, layers, hidden_size, architecture, [_TOKENS + 1, *tokens[1:]])
     if _differ(hidden[:, 1:].nan_to_num(), other[:, 1:].nan_to_num()):
-        sights.problem = "tokens reach each other by other ways than attention"
-    if not sights.head:
-        sights.problem = sights.problem or "its output layer is not one matrix"
-    counts = {len(sight.kv) for sight in sights.layers}
+        trace.problem = "tokens reach each other by other ways than attention"
+    if not trace.head:
+        trace.problem = trace.problem or "its output layer is not one matrix"
+    counts = {len(layer.kv) for layer in trace.layers}
     if counts != {1} and not (counts == {0} and not tree.own_attention):
-        sights.problem = sights.problem or (
+        trace.problem = trace.problem or (
             f"its layers have {' or '.join(map(str, sorted(counts)))} attentions that keep "
             "something, and not one each"
         )
-    return sights
+    return trace
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
@@ -205,21 +207,21 @@ def _run(
     tree: Tree, layers: list[nn.Module], hidden_size: int, architecture: str, tokens: list[int]
 ) -> tuple[ModelTrace, Tensor]:
     """What was seen, and hidden states behind the layers."""
-    sights = ModelTrace(len(layers), hidden_size)
+    trace = ModelTrace(len(layers), hidden_size)
     for index, layer in enumerate(layers):
-        tree.layers[index] = TracedCall(layer, index, sights)
+        tree.layers[index] = TracedCall(layer, index, trace)
     cache = OneSequence(None, len(layers)) if tree.own_attention else None
     try:
-        with torch.no_grad(), in_context(CallContext(None, record=sights)):
+        with torch.no_grad(), in_context(CallContext(None, record=trace)):
             options = call_surroundings(tree, torch.arange(_TOKENS), cache)
             tree.model(input_ids=torch.tensor([tokens]), **options)
     except Exception as error:
         logger.debug("%s failed when it was tried", architecture, exc_info=error)
-        raise refused(architecture, sights.problem or not_followed(error)) from error
+        raise refused(architecture, trace.problem or not_followed(error)) from error
     finally:
         for index, layer in enumerate(layers):
             tree.layers[index] = layer
-    return sights, sights.last
+    return trace, trace.last
 
 
 def call_surroundings(tree: Tree, positions: Tensor, cache: OneSequence | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class KVTierSizes:
     chosen_page  host memory beside a page at any level, from which those are chosen that are
                  attended to; 0 where all are
     ring_pages   by window: of all layers that have it
-    device_format, host_format, disk_format   how numbers are kept; see KVLevels
+    device_format, host_format, disk_format   how numbers are kept; see KVTiers
     """
 
     device_page: int
@@ -46,14 +46,14 @@ class Demand:
     passing_bytes       the largest of blocks that live elsewhere and pass through a slot once
     kv_token_bytes      KV of one position over all layers
     kv_layer_bytes      KV of one position in the layer that keeps most
-    kv_work_bytes       copies that are made of keys and values where these lie at several levels
+    kv_work_bytes       copies that are made of KV pages where these lie in several tiers
     score_bytes         the most that attention scores take at once
     batch               requests that run at once
     prefetch_experts    whether experts are read from the disk before routers choose them
     matrix_bytes        the largest matrix, or some experts, unpacked for many tokens on a device
     expert_token_bytes  activations between the matrices of one token's experts
-    prefix_bytes        what pages pass through that are kept on the disk for other texts
-    kv_sizes            of pages at several levels; None: all are near
+    prefix_bytes        what pages pass through that are kept on the disk for other sequences
+    kv_sizes            of pages in several tiers; None: all lie where layers compute
     experts_alike       whether all experts are laid out alike, so that any may take any's place
     hits                of caches of experts, as a trace or runs tell; None: as usual
     """

@@ -26,7 +26,7 @@ class HitCurve:
     points        (residency, hits), both ascending from (0, 0) to (1, 1); between them it is
                   straight
     origin        where it comes from, for people
-    independence  how independently several texts choose: 1: as chance has it; 0: all the same
+    independence  how independently several sequences choose: 1: as chance has it; 0: all the same
                   experts
     """
 

@@ -20,7 +20,7 @@ class StepCost:
 
     seconds  0 where rates are missing that it depends on
     busy_s   by part: "GPU", "CPU", "link", "disk", and "overhead": what depends on no bytes
-    nbytes   read of weights, keys and values: "GPU" (its memory), "CPU" (host memory), "link",
+    nbytes   read of weights and KV: "GPU" (its memory), "CPU" (host memory), "link",
              "disk"
     limit    the part that bounds it
     """

@@ -62,34 +62,36 @@ def plan_kv_tiers(
     least = min_device_pages(chunk, 1, stay)
     wanted = _pages(most if context is None else context)
     # Where all layers have windows, rings are all there is.
-    hot = max(0, near) // sizes.device_page if sizes.device_page else max(wanted, least)
-    if hot < least or near < 0:
+    device_pages = max(0, near) // sizes.device_page if sizes.device_page else max(wanted, least)
+    if device_pages < least or near < 0:
         needed = budgets.device_bytes - near + least * sizes.device_page
         raise BudgetError(
             f"--kv-gpu-memory {format_bytes(budgets.device_bytes)} is too little for what one "
             f"request needs near: {format_bytes(needed)} ({needed} bytes), with prompts in pieces "
             f"of {chunk} tokens; give more, or lower --max-prefill-tokens"
         )
-    hot = min(hot, max(wanted, least))
+    device_pages = min(device_pages, max(wanted, least))
     if not sizes.device_page:
-        return KVTiers(hot, ring_pages=rings, device_format=sizes.device_format)
+        return KVTiers(device_pages, ring_pages=rings, device_format=sizes.device_format)
     staged = 0
     fetched = sizes.host_format != "int4" and (sizes.device_format, sizes.host_format) != (
         "fp8",
         "int8",
     )
-    if device is not None and wanted > hot and budgets.host_bytes != 0 and fetched:
-        staged = min(hot // _STAGED, hot - least)
-        hot -= staged
-    left = max(0, wanted - hot)
+    if device is not None and wanted > device_pages and budgets.host_bytes != 0 and fetched:
+        staged = min(device_pages // _STAGED, device_pages - least)
+        device_pages -= staged
+    left = max(0, wanted - device_pages)
     far = left if budgets.host_bytes is None and budgets.disk_bytes == 0 else 0
-    warm = min(left, far if budgets.host_bytes is None else budgets.host_bytes // sizes.host_page)
-    groups = -(-(left - warm) // GROUP_PAGES)
+    host_pages = min(
+        left, far if budgets.host_bytes is None else budgets.host_bytes // sizes.host_page
+    )
+    groups = -(-(left - host_pages) // GROUP_PAGES)
     if budgets.disk_bytes is not None:
         groups = min(groups, budgets.disk_bytes // sizes.disk_group)
     found = KVTiers(
-        device_pages=hot,
-        host_pages=warm,
+        device_pages=device_pages,
+        host_pages=host_pages,
         disk_groups=groups,
         ring_pages=rings,
         host_format=sizes.host_format,
@@ -101,8 +103,9 @@ def plan_kv_tiers(
     if context is not None and found.pages < wanted:
         raise BudgetError(
             f"a context of {context} positions was asked for, and keys and values have room for "
-            f"{found.pages * PAGE_TOKENS}: {hot * PAGE_TOKENS} near, {warm * PAGE_TOKENS} in host "
-            f"memory ({format_bytes(sizes.host_page / PAGE_TOKENS)} each) and "
+            f"{found.pages * PAGE_TOKENS}: {device_pages * PAGE_TOKENS} near, "
+            f"{host_pages * PAGE_TOKENS} in host memory "
+            f"({format_bytes(sizes.host_page / PAGE_TOKENS)} each) and "
             f"{groups * GROUP_PAGES * PAGE_TOKENS} on the disk; raise --kv-host-memory or "
             "--kv-offload-disk-memory, or lower --context"
         )
@@ -117,7 +120,7 @@ def device_bytes(levels: KVTiers, sizes: KVTierSizes) -> int:
 
 
 def host_bytes(levels: KVTiers, sizes: KVTierSizes) -> int:
-    """Host memory beside it: warm pages, what cold ones pass through, what pages are chosen by."""
+    """Host memory beside it: pages, what the disk's pass through, what they are chosen by."""
     passing = [sizes.kind_group, *[levels.chunk_bytes] * DISK_BUFFERS] if levels.disk_groups else []
     chosen = levels.pages * sizes.chosen_page
     parts = (levels.host_pages * sizes.host_page, chosen, *passing)

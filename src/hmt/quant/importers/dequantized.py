@@ -1,10 +1,11 @@
-"""What another form unpacks, as numbers."""
+"""What another importer unpacks, as numbers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels import ops
@@ -13,17 +14,24 @@ from hmt.quant.packed import Format, empty_weight
 
 
 @dataclass(frozen=True, slots=True)
-class DequantizedImporter:
+class DequantizedImporter(WeightImporter):
     """For rows that are looked up, and for matrices that code of others multiplies with."""
 
     form: WeightImporter
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         return Format(Encoding.F32)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
-        codes = empty_weight(self.form.format(target.shape), target.shape)
-        self.form.unpack(parts, codes, first)
-        target.data.copy_(ops.dequantize(codes, torch.float32))
+        target.data.copy_(dequantized(self.form, target.shape, parts, first))
+
+
+def dequantized(
+    importer: WeightImporter, shape: tuple[int, ...], parts: Mapping[str, Tensor], first: int = 0
+) -> Tensor:
+    """Rows [first, first + shape[0]) of what `importer` unpacks: f32 `shape`."""
+    codes = empty_weight(importer.format(shape), shape)
+    importer.unpack(parts, codes, first)
+    return ops.dequantize(codes, torch.float32)

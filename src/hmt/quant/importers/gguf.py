@@ -16,12 +16,13 @@ from typing_extensions import override
 from hmt.base.errors import CheckpointError
 from hmt.base.units import round_up
 from hmt.contracts.encoding import BLOCK_SHAPES, PANEL_ROWS, Encoding, WeightTensor
-from hmt.kernels import gguf_packing, ops
+from hmt.kernels import gguf_packing
 from hmt.kernels.reference.packing import pack_blocks
+from hmt.quant.importers.dequantized import dequantized
 from hmt.quant.importers.floats import Floats
 from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_order import grouped_by_heads, turn_back
-from hmt.quant.packed import Format, empty_weight, pack_groups, row_slice
+from hmt.quant.packed import Format, pack_groups, row_slice
 
 # Rows are unpacked so many bytes at a time: what is made of them on the way stays in the cache.
 _CHUNK_BYTES = 1 << 18
@@ -89,7 +90,7 @@ class Gguf(WeightImporter):
 
 @dataclass(frozen=True, slots=True)
 class GgufLatent(WeightImporter):
-    """kv_b_proj of latent attention, of whose heads keys and values are tensors of their own.
+    """kv_b_proj of latent attention, of whose heads keys and values are separate tensors.
 
     Keys are transposed, so that their groups run along what are rows here: no format has that, and
     all becomes f32.
@@ -123,8 +124,8 @@ class GgufLatent(WeightImporter):
 
 
 @dataclass(frozen=True, slots=True)
-class GgufReordered:
-    """A tensor whose rows belong elsewhere, or whose rows are columns here.
+class GgufReordered(WeightImporter):
+    """A tensor whose rows belong in another order, or whose rows are columns here.
 
     kind      its type
     rows      of it
@@ -142,14 +143,14 @@ class GgufReordered:
     groups: int
     width: int = 0
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         if not self.groups:
             return Format(Encoding.F32)
-        return self._own().format(shape)
+        return _importer(self.kind).format(shape)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
         raw = parts["blocks"]
         end = first + target.shape[0]
         if not self.groups:
@@ -158,10 +159,7 @@ class GgufReordered:
             return
         ordered = grouped_by_heads(raw.reshape(self.rows, -1), self.groups, self.width)
         own = ordered[first:end].contiguous()
-        self._own().unpack({"data": own, "blocks": own}, target, first)
-
-    def _own(self) -> "Gguf | Floats":
-        return Gguf(self.kind) if self.kind in _FORMATS else Floats(self.kind)
+        _importer(self.kind).unpack({"data": own, "blocks": own}, target, first)
 
 
 def _numbers(kind: str) -> int:
@@ -169,13 +167,14 @@ def _numbers(kind: str) -> int:
     return 32 if kind in _PANELS else BLOCK_SHAPES[Encoding[kind]].numbers
 
 
+def _importer(kind: str) -> Gguf | Floats:
+    """Of one of ggml's types, floats included; the part is "blocks" of one, "data" of the other."""
+    return Gguf(kind) if kind in _FORMATS else Floats(kind)
+
+
 def _dequantized(raw: Tensor, kind: str, rows: int, columns: int) -> Tensor:
     """f32 [rows, columns] of any type."""
-    form = Gguf(kind) if kind in _FORMATS else Floats(kind)
-    shape = (rows, columns)
-    weight = empty_weight(form.format(shape), shape)
-    form.unpack({"data": raw, "blocks": raw}, weight, 0)
-    return ops.dequantize(weight, torch.float32)
+    return dequantized(_importer(kind), (rows, columns), {"data": raw, "blocks": raw})
 
 
 def _panels(pairs: Tensor) -> Tensor:

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.encoding import PANEL_ROWS, Encoding, WeightTensor
-from hmt.kernels import ops
+from hmt.quant.importers.dequantized import dequantized
 from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.packed import Format, empty_weight, row_slice
+from hmt.quant.packed import Format, row_slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedPieces:
+class JoinedPieces(WeightImporter):
     """As published where all pieces are alike; else their numbers.
 
     Parts: those of each piece, behind its number and a point.
@@ -39,15 +39,15 @@ class JoinedPieces:
 
     pieces: tuple[Piece, ...]
 
+    @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        """See Form."""
         first, *others = (piece.format for piece in self.pieces)
         whole = all(piece.shape[0] % PANEL_ROWS == 0 for piece in self.pieces[:-1])
         return first if whole and all(own == first for own in others) else Format(Encoding.F32)
 
+    @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        """See Form."""
-        row = 0
+        kept, row = self.format(target.shape), 0
         for number, piece in enumerate(self.pieces):
             own = {
                 name.removeprefix(f"{number}."): part
@@ -56,9 +56,7 @@ class JoinedPieces:
             }
             rows = row_slice(target, row, row + piece.shape[0])
             row += piece.shape[0]
-            if self.format(target.shape) == piece.format:
+            if piece.format == kept:
                 piece.importer.unpack(own, rows, piece.first)
-                continue
-            weight = empty_weight(piece.format, piece.shape)
-            piece.importer.unpack(own, weight, piece.first)
-            rows.data.copy_(ops.dequantize(weight, torch.float32))
+            else:
+                rows.data.copy_(dequantized(piece.importer, piece.shape, own, piece.first))

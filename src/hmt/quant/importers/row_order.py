@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def turn_back(rows: Tensor, width: int) -> Tensor:
-    """Rows of whole heads [rows, ...] whose halves were published by turns, in order; a copy.
+    """Rows of whole heads [rows, ...] whose halves were published interleaved, in order; a copy.
 
     llama.cpp turns neighbours (0, 1), (2, 3) ... of a head of `width` rows where Hugging Face's
     llama turns i and i + width / 2, and has ordered the rows of queries and keys for it.

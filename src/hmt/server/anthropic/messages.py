@@ -35,7 +35,7 @@ def _line(event: dict[str, Any]) -> str:
     return f"event: {event['type']}\ndata: {data}\n\n"
 
 
-VOICE = SseDialect(
+ANTHROPIC = SseDialect(
     event=_line,
     error=lambda error: _line(error.anthropic_body),
     keep_alive=_line({"type": "ping"}),
@@ -80,7 +80,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     }
     if body.stream:
         return EventStream(
-            generation, _events(generation, heading, reading.reader(early=True)), VOICE
+            generation, _events(generation, heading, reading.reader(early=True)), ANTHROPIC
         )
     async with generation:
         events = await unless_gone(request.receive, _gather(generation))

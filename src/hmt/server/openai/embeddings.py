@@ -49,15 +49,15 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
 
 
 async def _embed(
-    service: Service, asked: ApiRequest, texts: list[str | list[int]]
+    service: Service, asked: ApiRequest, inputs: list[str | list[int]]
 ) -> tuple[list[torch.Tensor], int]:
     """Embeddings f32 [hidden_size] in order, and tokens in all.
 
     As many at a time as the engine computes at once, so that others have their turn.
     """
     tokenizer, found, tokens = service.model.tokenizer, list[torch.Tensor](), 0
-    for first in range(0, len(texts), service.limit.running):
-        some = texts[first : first + service.limit.running]
+    for first in range(0, len(inputs), service.limit.running):
+        some = inputs[first : first + service.limit.running]
 
         def prompts(some: list[str | list[int]] = some) -> list[list[int]]:
             most = service.max_positions

@@ -24,17 +24,17 @@ _AT_ONCE: Final = 1 << 16  # tokens that are written as text
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     """What can be asked, and what could be loaded."""
-    shelf = manager_of(request)
-    data = [described(name, service) for name, service in shelf.about()]
+    manager = manager_of(request)
+    data = [described(name, service) for name, service in manager.about()]
     return {"object": "list", "data": data}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One of them."""
-    shelf = manager_of(request)
-    found = dict(shelf.about())
-    return described(name, found[name] if name in found else shelf.find(name))
+    manager = manager_of(request)
+    found = dict(manager.about())
+    return described(name, found[name] if name in found else manager.find(name))
 
 
 @router.post("/v1/models/load")
@@ -46,9 +46,9 @@ async def load(body: LoadBody, request: Request) -> dict[str, Any]:
 @router.post("/v1/models/unload")
 async def unload(body: UnloadBody, request: Request) -> dict[str, Any]:
     """Let a model's answers end, and free its memory."""
-    shelf = manager_of(request)
+    manager = manager_of(request)
     patience = service_of(request).config.shutdown_s
-    await shelf.unload(body.model, patience if body.timeout is None else body.timeout)
+    await manager.unload(body.model, patience if body.timeout is None else body.timeout)
     return described(body.model, None)
 
 

@@ -39,9 +39,8 @@ class SnapshotCache:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._reading: Future[EngineSnapshot] | None = None
-        self._snapshots: deque[EngineSnapshot] = (
-            deque()
-        )  # the last ones: two at least, where there were
+        # The last ones: two at least, where there were.
+        self._snapshots: deque[EngineSnapshot] = deque()
         self._limit: tuple[Bottleneck, EngineSnapshot] | None = None
 
     async def see(self, service: ServedModel, models: list[str]) -> state.State:
@@ -50,7 +49,7 @@ class SnapshotCache:
         The engine's part is as of a moment ago, or, while a step takes long, of the last time.
         """
         await self._read()
-        model, load, gate = self._model, self._model.load, service.limit
+        model, load, limit = self._model, self._model.load, service.limit
         spec = model.prepared.model.spec
         return state.State(
             state.Model(
@@ -60,7 +59,7 @@ class SnapshotCache:
                 model.prepared.published_bytes,
                 service.max_positions,
             ),
-            state.Requests(load.running, load.waiting, gate.inside, gate.running, gate.waiting),
+            state.Requests(load.running, load.waiting, limit.inside, limit.running, limit.waiting),
             self._engine() if self._snapshots else None,
             models,
         )
@@ -72,23 +71,25 @@ class SnapshotCache:
             if self._reading is None:
                 self._reading = self._model.begin_snapshot()
             reading = self._reading
-            look = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(reading)), _PATIENCE_S)
+            snapshot = await asyncio.wait_for(
+                asyncio.shield(asyncio.wrap_future(reading)), _PATIENCE_S
+            )
         except (ClosedError, TimeoutError):
             return
         if reading is self._reading:  # others waited for it as well
             self._reading = None
-            self._snapshots.append(look)
-            while len(self._snapshots) > 2 and look.at_s - self._snapshots[1].at_s > _LIMIT_S:
+            self._snapshots.append(snapshot)
+            while len(self._snapshots) > 2 and snapshot.at_s - self._snapshots[1].at_s > _LIMIT_S:
                 self._snapshots.popleft()
-            self._note_limit(look)
+            self._note_limit(snapshot)
 
-    def _note_limit(self, look: EngineSnapshot) -> None:
+    def _note_limit(self, snapshot: EngineSnapshot) -> None:
         before = self._snapshots[0] if len(self._snapshots) > 1 else None
-        done = [_since(look, before, name) for name in ("generation", "prompt")]
+        done = [_since(snapshot, before, name) for name in ("generation", "prompt")]
         phase = next((phase for phase in done if phase.tokens), None)
-        found = None if phase is None else bottleneck(phase, look.summary.machine)
+        found = None if phase is None else bottleneck(phase, snapshot.summary.machine)
         if found is not None:
-            self._limit = found, look
+            self._limit = found, snapshot
 
     def _engine(self) -> state.Engine:
         now = self._snapshots[-1]
@@ -141,12 +142,12 @@ class SnapshotCache:
     def _limit_of(self, now: EngineSnapshot) -> state.Limit | None:
         if self._limit is None:
             return None
-        found, look = self._limit
-        return state.Limit(found.link, found.rate, found.ceiling, found.text, look is now)
+        found, snapshot = self._limit
+        return state.Limit(found.link, found.rate, found.ceiling, found.text, snapshot is now)
 
 
 def _since(now: EngineSnapshot, before: EngineSnapshot | None, name: str) -> Phase:
-    """What one phase has had since the look before."""
+    """What one phase has had since the snapshot before."""
     phase: Phase = getattr(now.summary, name)
     return phase if before is None else phase.since(getattr(before.summary, name))
 

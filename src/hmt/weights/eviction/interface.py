@@ -13,9 +13,9 @@ class EvictionPolicy(Protocol):
     """
 
     def cached(self, block: BlockId) -> None:
-        """`block` has come into a slot, and nobody has leased it yet.
+        """`block` has come into a slot, and has not been leased yet.
 
-        The store keeps blocks that are awaited; how this ranks one matters when nobody comes.
+        The store keeps blocks that are awaited; how this ranks one matters when no lease follows.
         """
         ...
 

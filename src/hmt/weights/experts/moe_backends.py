@@ -1,4 +1,4 @@
-"""Teams that compute a layer's experts: those cached on a device, those brought, and the host."""
+"""Backends that compute a layer's experts: cached on a device, brought there, or on the host."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -79,19 +79,19 @@ class HybridExperts:
         self, x: Tensor, chosen: Tensor, scales: Tensor, activation: str
     ) -> Callable[..., Tensor]:
         """See MoeBackend: the host begins, and the device when the ending is called."""
-        desk = self.channel if self.channel is not None and self.channel.accepts(x) else None
+        channel = self.channel if self.channel is not None and self.channel.accepts(x) else None
         # Many tokens choose so many experts that a share of them is nearly whole.
-        cuts = self.places.cuts if desk is not None and len(x) == 1 else None
+        cuts = self.places.cuts if channel is not None and len(x) == 1 else None
         shares = host_experts.divide(self.slots, chosen, self.share, cuts)
-        if desk is not None:
-            desk.submit(self._layer, x, shares, scales, activation)
+        if channel is not None:
+            channel.submit(self._layer, x, shares, scales, activation)
 
         def end(added: Added | None = None) -> Tensor:
             host_experts.fetch(self.slots, shares, self._nbytes, cuts)
             cut = None if cuts is None else shares.cut
             total = self.places.compute(x, shares.here, chosen, scales, activation, cut=cut)
-            if desk is not None:
-                return desk.collect(self._layer, total, shares, added)
+            if channel is not None:
+                return channel.collect(self._layer, total, shares, added)
             return _sum_of(self._add_host(total, x, shares, scales, activation), added)
 
         return end
@@ -99,7 +99,7 @@ class HybridExperts:
     def _add_host(
         self, total: Tensor, x: Tensor, shares: ExpertShares, scales: Tensor, activation: str
     ) -> Tensor:
-        """What is asked for without a desk."""
+        """What is asked for without a channel."""
         asked = shares.on_host.cpu()
         wanted = sorted({expert for token in asked.tolist() for expert in token if expert >= 0})
         if wanted:
@@ -202,18 +202,18 @@ class MoeBackends:
 
     def use(self, channel: HostExpertChannel) -> None:
         """Ask at `channel` while it is open."""
-        for team in self.by_layer.values():
-            if isinstance(team, HybridExperts):
-                team.channel = channel
+        for backend in self.by_layer.values():
+            if isinstance(backend, HybridExperts):
+                backend.channel = channel
                 if channel.link_share is None:
-                    channel.tune(team.share)  # which all have in common
+                    channel.tune(backend.share)  # which all have in common
 
     def on_host(self) -> dict[int, list[tuple[int, Params]]]:
         """All experts of the layers that need the host, by layer."""
         return {
-            layer: team.all_on_host()
-            for layer, team in self.by_layer.items()
-            if isinstance(team, HybridExperts)
+            layer: backend.all_on_host()
+            for layer, backend in self.by_layer.items()
+            if isinstance(backend, HybridExperts)
         }
 
     def cached(self) -> dict[BlockId, int]:
@@ -235,11 +235,13 @@ class MoeBackends:
         And what was brought of those that were cut, which are left: whole ones that it makes.
         None where nothing is shared out.
         """
-        hybrid = [team for team in self.by_layer.values() if isinstance(team, HybridExperts)]
+        hybrid = [
+            backend for backend in self.by_layer.values() if isinstance(backend, HybridExperts)
+        ]
         if not hybrid:
             return None
-        counted = torch.stack([team.slots.counts for team in hybrid]).tolist()
-        cut = sum(row[3] / team.splits for team, row in zip(hybrid, counted, strict=True))
+        counted = torch.stack([backend.slots.counts for backend in hybrid]).tolist()
+        cut = sum(row[3] / backend.splits for backend, row in zip(hybrid, counted, strict=True))
         found, brought, left, _ = map(sum, zip(*counted, strict=True))
         return found, brought, left, cut
 
@@ -267,7 +269,7 @@ def make_backends(
     stream: Stream,
     shared: Sequence[Tensor] = (),
 ) -> MoeBackends:
-    """Teams for layers whose experts all stay on the device or all stay in host memory.
+    """Backends for layers whose experts all stay on the device or all stay in host memory.
 
     share     the part of the plan for the device
     resident  the device's memory of blocks that live there
@@ -289,12 +291,12 @@ def make_backends(
         alike = laid_out_alike([layouts[block] for block in blocks])
         if homes == {Tier.HOST} and share.staging_slots and alike:
             maker = _HybridMaker(share, layouts, store, device, pool)
-            teams = maker.make(layers, shared)
+            backends = maker.make(layers, shared)
             streamed = {
-                layer: StreamedExperts(layers[layer], team.places, stream)
-                for layer, team in teams.items()
+                layer: StreamedExperts(layers[layer], backend.places, stream)
+                for layer, backend in backends.items()
             }
-            return MoeBackends(teams, nbytes, streamed)
+            return MoeBackends(backends, nbytes, streamed)
     except ValueError:  # no kernel computes on them: the host does, or one expert after the other
         pass
     return MoeBackends({})
@@ -308,7 +310,7 @@ def _resident_backends(
 ) -> dict[int, HybridExperts | ResidentExperts]:
     if not host_experts.can_read_by_address(device.where):
         return {}  # leases give the same, to the bit
-    teams: dict[int, HybridExperts | ResidentExperts] = {}
+    backends: dict[int, HybridExperts | ResidentExperts] = {}
     for layer, blocks in layers.items():
         views = [layouts[block].views(resident[block]) for block in blocks]
         if laid_out_alike([layouts[block] for block in blocks]):
@@ -316,11 +318,11 @@ def _resident_backends(
             places = HostExpertPlaces(first, {first: views[0]}.__getitem__)
             addresses = [resident[block].data_ptr() for block in blocks]
             here = torch.tensor(addresses, dtype=torch.int64, device=device.where)
-            teams[layer] = ResidentExperts(_in_blocks(places, here))
+            backends[layer] = ResidentExperts(_in_blocks(places, here))
         else:  # as in a checkpoint that is read as it is
             given = list(enumerate(views))
-            teams[layer] = ResidentExperts(host_experts.scattered(given, device.where))
-    return teams
+            backends[layer] = ResidentExperts(host_experts.scattered(given, device.where))
+    return backends
 
 
 def _in_blocks(

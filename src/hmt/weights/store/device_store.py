@@ -149,12 +149,12 @@ class DeviceWeights:
             )  # fmt: skip
 
     def open_channel(self, **sizes: Any) -> HostExpertChannel | None:
-        """A desk for the teams that need the host, if they can have one; see `make_channel`."""
+        """A channel for the backends that need the host; None without one: see `make_channel`."""
         experts = self.moe_backends.on_host()
-        desk = make_channel(self._device.where, experts, **sizes) if experts else None
-        if desk is not None:
-            self.moe_backends.use(desk)
-        return desk
+        channel = make_channel(self._device.where, experts, **sizes) if experts else None
+        if channel is not None:
+            self.moe_backends.use(channel)
+        return channel
 
     def begin(self, tokens: int) -> None:
         """A step of `tokens` tokens comes next."""

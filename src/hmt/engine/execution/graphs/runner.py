@@ -77,7 +77,8 @@ class CapturedGraph:
     has_host_part   whether the CPU computes between its device graphs
     recorded     its segments, once it is captured
     rooms        up to which position each of `runs` knows its pages
-    results      two, by turns: of what it leaves on the device and in host memory, and of surveys
+    results      two, used alternately: of what it leaves on the device and in host memory, and of
+                 surveys
     """
 
     context: int
@@ -386,7 +387,7 @@ class GraphRunner:
 
     def _capture(self, captured: CapturedGraph, step: Step) -> bool:
         if self._channel is not None:
-            self._channel.is_open = True  # nobody waits yet: all has been answered
+            self._channel.is_open = True  # no kernel waits yet: all has been answered
         try:
             # Compiles kernels, and makes what they keep.
             self._compute(captured, self._weights, InlineRecorder())

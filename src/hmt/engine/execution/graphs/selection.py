@@ -19,7 +19,7 @@ def open_graphs(
     """Captured steps, where all but embedding, head and experts is on the device.
 
     Experts may be elsewhere if the device can ask for them.  So may feed-forward networks of a
-    model without experts, and pages of keys and values of one whose experts are on the device.
+    model without experts, and KV pages of one whose experts are on the device.
     """
     if not model.spec.capturable:
         return None

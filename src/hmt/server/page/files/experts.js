@@ -11,7 +11,7 @@ const PLACES = {
   g: ["on the GPU", "gpu"],
   m: ["in memory", "memory"],
   c: ["in memory while there is room", "memory"],
-  d: ["on the drive", "drive"],
+  d: ["on the disk", "drive"],
 };
 
 const box = byId("heat");
@@ -56,7 +56,7 @@ function showLegend(kinds) {
   const legend = byId("heat-legend");
   if (legend.dataset.kinds === kinds.join()) return;
   legend.dataset.kinds = kinds.join();
-  const names = { gpu: "on the GPU", memory: "in memory", drive: "on the drive" };
+  const names = { gpu: "on the GPU", memory: "in memory", drive: "on the disk" };
   legend.replaceChildren(
     ...kinds.map((kind) => make("li", {}, make("i", { class: `part of-${kind}` }), names[kind])),
     make("li", { class: "quiet" }, make("i", { class: "ramp" }), "stronger: wanted more lately"),

@@ -107,10 +107,10 @@ function showTiers(engine) {
   spend(picture.cpu, engine.time);
 }
 
-const LABELS = { device: "GPU", host: "Memory", disk: "Drive" };
-const ENDS = { device: "the GPU", host: "memory", disk: "the drive", cpu: "the CPU" };
+const LABELS = { device: "GPU", host: "Memory", disk: "Disk" };
+const ENDS = { device: "the GPU", host: "memory", disk: "the disk", cpu: "the CPU" };
 
-/** Processors above, each with its link; then memory; then the drive. */
+/** Processors above, each with its link; then memory; then the disk. */
 function build({ machine, tiers, links }) {
   const found = { tiers: new Map(), links: new Map(), cpu: null };
   const has = new Set(tiers.map((tier) => tier.tier));
@@ -178,7 +178,7 @@ function fill(shown, tier) {
 function spend(shown, time) {
   const parts = [
     ["computing", time.computing, 1, `computing ${percent(time.computing)}`],
-    ["drive-wait", time.waiting_for_disk, 1, `waiting for the drive ${percent(time.waiting_for_disk)}`],
+    ["drive-wait", time.waiting_for_disk, 1, `waiting for the disk ${percent(time.waiting_for_disk)}`],
   ];
   if (picture.tiers.has("device")) {
     parts.push(["gpu-wait", time.waiting_for_gpu, 1, `waiting for the GPU ${percent(time.waiting_for_gpu)}`]);
@@ -230,11 +230,11 @@ function showFacts(model, { tokens, kv, reads, prefixes, machine, links }) {
     facts.push([`From ${ENDS[link.source]} to ${ENDS[link.target]}`, bytes(link.total_bytes)]);
   }
   const needed = reads.hits + reads.pending + reads.misses;
-  if (needed) facts.push(["Blocks from the drive", `${percent(reads.hits / needed)} there in time, of ${grouped(needed)}`]);
+  if (needed) facts.push(["Blocks from the disk", `${percent(reads.hits / needed)} there in time, of ${grouped(needed)}`]);
   facts.push(["Keys and values", `room for ${grouped(kv.free_tokens)} of ${counted(kv.capacity_tokens, "token")}`]);
   const levels = Object.entries(kv.level_pages).filter(([, pages]) => pages);
   for (const [level, pages] of levels) {
-    const where = { near: "near", host: "in memory", drive: "on the drive" }[level] ?? level;
+    const where = { near: "near", host: "in memory", disk: "on the disk" }[level] ?? level;
     facts.push([`Pages ${where}`, `${grouped(kv.level_held_pages[level] ?? 0)} of ${grouped(pages)}`]);
   }
   if (prefixes) facts.push(["Prompts that began alike", `${counted(prefixes.hit_tokens, "token")} not computed again`]);
