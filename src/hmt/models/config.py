@@ -1,13 +1,37 @@
 """Reading config.json: defaults come from transformers; what HMT does not compute is refused."""
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING
+from transformers.utils import import_utils
 
 from hmt.base.errors import CheckpointError
 from hmt.layers import Attention, GatedFFN, ResidualFFN, RMSNorm, Rotary, check_options
+
+
+def _import_validators() -> None:
+    """Import what checks fields of transformers' configurations, without its modelling code.
+
+    The check of an activation function's name imports torch.distributed, torch._dynamo and sympy:
+    half of the time that HMT takes to start.  Where torch seems absent, transformers leaves that
+    one check out, and `activation` refuses unknown names anyway.
+    """
+    available = import_utils.is_torch_available
+    import_utils.is_torch_available = lambda: False
+    try:
+        from transformers.utils import type_validators
+    finally:
+        import_utils.is_torch_available = available
+    type_validators.is_torch_available = available
+    type_validators.torch = torch
+
+
+if "transformers.utils.type_validators" not in sys.modules:
+    _import_validators()
 
 Config = Any  # a configuration object of transformers; its fields differ by family
 
