@@ -53,20 +53,21 @@ def test_clients_with_versions_of_their_own(
 
 @needs_clients
 def test_guidellm(served: Served, surroundings: dict[str, str], tmp_path: Path) -> None:
-    """A dozen streams of two users."""
+    """A minute of streams, two of them begun each second."""
     report = tmp_path / "report.json"
     command = [
         str(PYTHON.with_name("guidellm")), "run", "--disable-console",
         "--backend", f"kind=openai_http,target={served.url},model={served.name}",
-        "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=12",
+        "--profile", "kind=constant,rate=2", "--constraint", "kind=max_duration,seconds=60",
         "--tokenizer", f"kind=huggingface_auto,model={served.folder}",
         "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
         "--output", f"kind=json,path={report}",
     ]  # fmt: skip
-    check(command, surroundings | {"GUIDELLM__MAX_WORKER_PROCESSES": "1"})
+    check(command, surroundings | {"GUIDELLM__MAX_WORKER_PROCESSES": "1"}, seconds=200)
     (found,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
     totals = found["metrics"]["request_totals"]
-    assert (totals["successful"], totals["errored"]) == (12, 0)
+    assert totals["errored"] == 0
+    assert totals["successful"] > 60
 
 
 @needs_node
