@@ -3,7 +3,7 @@
 One file has them all: each layer of a small mixture of experts is in another type.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,11 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 import hmt
 from hmt.contracts.encoding import BLOCK_SHAPES
+from hmt.contracts.plan import Tier
 from hmt.engine.execution.graphs.runner import GraphRunner
+from hmt.weights.store import device_store
 
-HIDDEN, HEADS, EXPERTS, VOCABULARY = 256, 4, 3, 64
+HIDDEN, HEADS, VOCABULARY = 256, 4, 64
 # (numbers, bytes) of a block, and where f16 numbers are in it; at byte 0 where nothing is said.
 BLOCKS = {one.name: (shape.numbers, shape.nbytes) for one, shape in BLOCK_SHAPES.items()}
 BLOCKS |= {"Q4_0": (32, 18), "Q4_1": (32, 20), "MXFP4": (32, 17)}
@@ -40,29 +42,33 @@ def blocks(kind: str, *shape: int) -> np.ndarray:
     return raw.reshape(*shape[:-1], -1)
 
 
-def tensors(table: str, *, tied: bool) -> Iterator[tuple[str, np.ndarray, str]]:
+def tensors(
+    table: str, kinds: Sequence[str], experts: int, *, tied: bool
+) -> Iterator[tuple[str, np.ndarray, str]]:
     yield "token_embd.weight", blocks(table, VOCABULARY, HIDDEN), table
     ones = np.ones(HIDDEN, np.float32)
-    for layer, kind in enumerate(LAYERS):
+    for layer, kind in enumerate(kinds):
         at = f"blk.{layer}."
         for norm, width in (("attn", HIDDEN), ("ffn", HIDDEN), ("attn_q", 64), ("attn_k", 64)):
             yield f"{at}{norm}_norm.weight", ones[:width], "F32"
         for name, rows in (("q", HIDDEN), ("k", 128), ("v", 128), ("output", HIDDEN)):
             yield f"{at}attn_{name}.weight", blocks(kind, rows, HIDDEN), kind
-        router = np.random.default_rng(layer).standard_normal((EXPERTS, HIDDEN), np.float32)
+        router = np.random.default_rng(layer).standard_normal((experts, HIDDEN), np.float32)
         yield f"{at}ffn_gate_inp.weight", router, "F32"
         for name in ("gate", "up", "down"):
-            yield f"{at}ffn_{name}_exps.weight", blocks(kind, EXPERTS, HIDDEN, HIDDEN), kind
+            yield f"{at}ffn_{name}_exps.weight", blocks(kind, experts, HIDDEN, HIDDEN), kind
     yield "output_norm.weight", ones, "F32"
     if not tied:
         yield "output.weight", blocks("Q6_K", VOCABULARY, HIDDEN), "Q6_K"
 
 
-def write_model(path: Path, table: str, *, tied: bool) -> Path:
+def write_model(
+    path: Path, table: str, kinds: Sequence[str] = LAYERS, experts: int = 3, *, tied: bool
+) -> Path:
     writer = GGUFWriter(path, "qwen3moe")
     writer.add_context_length(256)
     writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(len(LAYERS))
+    writer.add_block_count(len(kinds))
     writer.add_feed_forward_length(HIDDEN)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(2)
@@ -71,7 +77,7 @@ def write_model(path: Path, table: str, *, tied: bool) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(VOCABULARY)
-    writer.add_expert_count(EXPERTS)
+    writer.add_expert_count(experts)
     writer.add_expert_used_count(2)
     writer.add_expert_feed_forward_length(HIDDEN)
     words = [chr(ord("A") + n) for n in range(VOCABULARY - 1)]
@@ -81,7 +87,7 @@ def write_model(path: Path, table: str, *, tied: bool) -> Path:
     writer.add_token_types([1] * VOCABULARY)
     writer.add_token_merges(["A B"])
     writer.add_eos_token_id(0)
-    for name, data, kind in tensors(table, tied=tied):
+    for name, data, kind in tensors(table, kinds, experts, tied=tied):
         writer.add_tensor(name, data, raw_dtype=GGMLQuantizationType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -122,3 +128,28 @@ def test_steps_of_every_type_are_captured(tmp_path, monkeypatch, gpu, table, tie
     if gpu == "fake":
         with hmt.Engine(**options) as engine:
             assert found == engine.load_model(path).infer(request).token_ids
+
+
+@pytest.mark.parametrize("memory", ["14MiB", "15MiB"])
+def test_layers_of_several_sizes_have_caches_of_experts(tmp_path, monkeypatch, memory):
+    """As files of K types do, which keep more bits of some layers."""
+    path = write_model(
+        tmp_path / "all.gguf", "Q6_K", ["Q4_K", "Q6_K", "Q4_K", "Q8_0"], 12, tied=True
+    )
+    prompt = [(5 * n + 3) % VOCABULARY for n in range(40)]
+    monkeypatch.setattr(device_store, "_MOST_EXPERTS_TOKENS", 24)
+    options = {"host_memory": "128MiB", "context": 64, "activations": "exact"}
+    with hmt.Engine(**options) as engine:
+        expected = engine.load_model(path).logits(prompt, range(40), prefill=24)
+    with hmt.Engine(gpu_memory=memory, gpu_id="fake", **options) as engine:
+        model = engine.load_model(path)
+        share, weights = model.plan.device, model._core.memory.on_device.weights
+        assert share.expert_slots and share.staging_slots
+        backends = weights.moe_backends.by_layer
+        assert len(backends) == 4
+        assert len({backend._nbytes for backend in backends.values()}) == 3
+        found = model.logits(prompt, range(40), prefill=24)
+        assert (found - expected).norm() / expected.norm() < 1e-5
+        cached, brought, left, _ = weights.moe_backends.counts()
+        assert cached and brought + left
+    assert engine._ledger.reserved_bytes(Tier.DEVICE) == 0

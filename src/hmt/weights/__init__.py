@@ -2,7 +2,7 @@
 
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart, bind, published_bytes
 from hmt.weights.eviction import POLICIES, EvictionPolicy, open_policy
-from hmt.weights.experts.moe_backends import laid_out_alike
+from hmt.weights.experts.moe_backends import experts_alike_by_layer
 from hmt.weights.layout import BlockLayout, lay_out, with_int8_activations
 from hmt.weights.naming import Named, named
 from hmt.weights.store.block_store import WeightStore
@@ -30,7 +30,7 @@ __all__ = [
     "WeightStore",
     "WeightsView",
     "bind",
-    "laid_out_alike",
+    "experts_alike_by_layer",
     "lay_out",
     "named",
     "open_policy",

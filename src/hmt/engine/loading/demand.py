@@ -21,7 +21,7 @@ from hmt.kvcache import kv_sizes, page_bytes, page_encoding
 from hmt.memory.device import Device
 from hmt.planner import Demand, KVBudgets, KVTierSizes
 from hmt.quant import Format, component_bytes
-from hmt.weights import BlockLayout, laid_out_alike, row_span_bytes
+from hmt.weights import BlockLayout, experts_alike_by_layer, row_span_bytes
 
 _PLAIN_DTYPES = frozenset(("F16", "F32", "F64"))
 # Blocks whose matrices are multiplied with all of a step's tokens at once.
@@ -96,9 +96,7 @@ def demand_of(
         prefetch_experts=config.expert_prefetch and config.executor == "overlapped",
         row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
         parameter_bytes=sum(numbers[id(layout)] for layout in layouts.values()),
-        experts_alike=laid_out_alike(
-            [layout for layout in distinct if layout.id.kind is BlockKind.EXPERT]
-        ),
+        experts_alike=experts_alike_by_layer(layouts),
         matrix_bytes=max(
             max(map(prod, _matrices(distinct, *_DENSE)), default=0) * model.dtype.itemsize,
             _unpacked_expert_bytes(distinct, expert_count(model.spec), model.dtype.itemsize),

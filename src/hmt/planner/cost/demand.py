@@ -54,7 +54,7 @@ class Demand:
     expert_token_bytes  activations between the matrices of one token's experts
     prefix_bytes        what pages pass through that are kept on the disk for other sequences
     kv_sizes            of pages in several tiers; None: all lie where layers compute
-    experts_alike       whether all experts are laid out alike, so that any may take any's place
+    experts_alike       whether any expert of a layer may take the place of any other of it
     hits                of caches of experts, as a trace or runs tell; None: as usual
     """
 

@@ -72,6 +72,11 @@ class _Layer:
         return tuple(Counter(block.slot_bytes for block in self.wide).items())
 
     @cached_property
+    def slot_bytes(self) -> int:
+        """Of a slot for any of its wide blocks."""
+        return round_up(max((size for size, _ in self.wide_sizes), default=0), _ALIGNMENT)
+
+    @cached_property
     def sparse(self) -> bool:
         """Whether a step of few tokens needs few of its wide blocks."""
         return any(block.id.kind is BlockKind.EXPERT for block in self.wide)
@@ -126,7 +131,8 @@ class _Choice:
     def shared_slots(self) -> int:
         """Of those for experts that are brought: in a prompt, its experts take turns there.
 
-        None where dense networks, which come in every step, take turns in slots of the same size.
+        None where dense networks, which come in every step, take turns in slots of the same size,
+        or where layers' experts have several sizes.
         """
         dense = {size for layer in [*self.copied, *self.on_cpu] for size, _ in layer.wide_sizes}
         sizes = {size for layer in self.sparse for size, _ in layer.wide_sizes}
@@ -137,8 +143,8 @@ class _Choice:
     @property
     def expert_bytes(self) -> int:
         """Of the caches, and of the slots of those that are brought and share none."""
-        cached = self.expert_slots * len(self.sparse)
-        return (cached + self.staging_slots - self.shared_slots) * _largest(self.sparse)
+        staging = (self.staging_slots - self.shared_slots) * _largest(self.sparse)
+        return self.expert_slots * _slot_in_each(self.sparse) + staging
 
     @property
     def nbytes(self) -> int:
@@ -418,13 +424,13 @@ def _cache_experts(choice: _Choice, room: int, fetched: int) -> None:
     if choice.shared_slots:
         choice.staging_slots = fetched
         choice.staging_slots = choice.shared_slots
-    missing = fetched - choice.staging_slots
+    missing, in_each = fetched - choice.staging_slots, _slot_in_each(choice.sparse)
     more = min(missing, int(spare * (1 - _LEAST_SHARE_OF_CACHE)) // size)
-    if spare - more * size < size * len(choice.sparse):  # too little for any cache
+    if spare - more * size < in_each:  # too little for any cache
         more = min(missing, spare // size)
     choice.staging_slots += more
     spare = room - choice.nbytes
-    choice.expert_slots = min(spare // (size * len(choice.sparse)), len(choice.sparse[0].wide))
+    choice.expert_slots = min(spare // in_each, len(choice.sparse[0].wide))
 
 
 def _mapping_bytes(host_bytes: int) -> int:
@@ -433,9 +439,12 @@ def _mapping_bytes(host_bytes: int) -> int:
 
 def _largest(layers: Sequence[_Layer]) -> int:
     """Bytes of a slot for any of the layers' experts."""
-    return round_up(
-        max((size for layer in layers for size, _ in layer.wide_sizes), default=0), _ALIGNMENT
-    )
+    return max((layer.slot_bytes for layer in layers), default=0)
+
+
+def _slot_in_each(layers: Sequence[_Layer]) -> int:
+    """Bytes of a slot for an expert in each of the layers."""
+    return sum(layer.slot_bytes for layer in layers)
 
 
 def _copies_of(layers: Sequence[_Layer], room: int) -> tuple[int, ...]:

@@ -192,7 +192,7 @@ class MoeBackends:
     """Those of all layers with experts.
 
     by_layer   None of them if it is empty
-    nbytes     of an expert
+    nbytes     of an expert; the mean where layers differ
     streamed   for steps that need most experts
     """
 
@@ -284,11 +284,11 @@ def make_backends(
     if not blocks or not has_kernels(device.where):
         return MoeBackends({})
     homes = {plan.homes[block] for block in blocks}
-    nbytes = layouts[blocks[0]].slot_bytes
+    nbytes = sum(layouts[block].slot_bytes for block in blocks) // len(blocks)
     try:
         if homes == {Tier.DEVICE}:
             return MoeBackends(_resident_backends(layers, layouts, resident, device), nbytes)
-        alike = laid_out_alike([layouts[block] for block in blocks])
+        alike = experts_alike_by_layer({block: layouts[block] for block in blocks})
         if homes == {Tier.HOST} and share.staging_slots and alike:
             maker = _HybridMaker(share, layouts, store, device, pool)
             backends = maker.make(layers, shared)
@@ -313,7 +313,7 @@ def _resident_backends(
     backends: dict[int, HybridExperts | ResidentExperts] = {}
     for layer, blocks in layers.items():
         views = [layouts[block].views(resident[block]) for block in blocks]
-        if laid_out_alike([layouts[block] for block in blocks]):
+        if _laid_out_alike([layouts[block] for block in blocks]):
             first = resident[blocks[0]].data_ptr()
             places = HostExpertPlaces(first, {first: views[0]}.__getitem__)
             addresses = [resident[block].data_ptr() for block in blocks]
@@ -348,35 +348,39 @@ class _HybridMaker:
     def make(
         self, layers: Mapping[int, list[BlockId]], shared: Sequence[Tensor]
     ) -> dict[int, HybridExperts]:
-        some = next(iter(layers.values()))[0]
-        layout = self._layouts[some]
         part = self._part
         slots: dict[int, Tensor] = {}
 
-        def take(count: int, given: Sequence[Tensor] = ()) -> Tensor:
+        def take(count: int, nbytes: int, given: Sequence[Tensor] = ()) -> Tensor:
             more = range(count - len(given))
-            taken = [*given, *(self._pool.allocate(layout.slot_bytes).tensor for _ in more)]
+            taken = [*given, *(self._pool.allocate(nbytes).tensor for _ in more)]
             for slot in taken:
                 slot.zero_()  # of experts that are cut, kernels read what never came
             slots.update((slot.data_ptr(), slot) for slot in taken)
             return self._tensor([slot.data_ptr() for slot in taken])
 
-        staging = take(part.staging_slots, shared)
-        caches = {layer: take(part.expert_slots) for layer in layers}
+        layouts = {layer: self._layouts[blocks[0]] for layer, blocks in layers.items()}
+        largest = max(layout.slot_bytes for layout in layouts.values())
+        staging = take(part.staging_slots, largest, shared)
+        backends, places = {}, list[tuple[BlockLayout, HostExpertPlaces]]()
         for layer, blocks in layers.items():
-            self._fill(blocks, [slots[address] for address in caches[layer].tolist()])
-        places = HostExpertPlaces(next(iter(slots)), lambda address: layout.views(slots[address]))
-        return {
-            layer: HybridExperts(
+            layout = layouts[layer]
+            cache = take(part.expert_slots, layout.slot_bytes)
+            self._fill(blocks, [slots[address][: layout.slot_bytes] for address in cache.tolist()])
+            known = (its for other, its in places if _laid_out_alike([layout, other]))
+            here = next(known, None)
+            if here is None:
+                here = HostExpertPlaces(next(iter(slots)), _views_of(layout, slots))
+                places.append((layout, here))
+            backends[layer] = HybridExperts(
                 layer,
-                self._cache(blocks, caches[layer], staging),
-                places,
+                self._cache(blocks, cache, staging),
+                here,
                 self._share,
                 layout.slot_bytes,
                 self._on_host,
             )
-            for layer, blocks in layers.items()
-        }
+        return backends
 
     def _fill(self, blocks: list[BlockId], slots: list[Tensor]) -> None:
         """The first experts, since any are better than none; whatever is wanted replaces them."""
@@ -415,11 +419,27 @@ class _HybridMaker:
         return [(expert, one.params) for expert, one in zip(experts, standing, strict=True)]
 
 
+def _views_of(layout: BlockLayout, slots: Mapping[int, Tensor]) -> Callable[[int], Params]:
+    return lambda address: layout.views(slots[address])
+
+
 def _sum_of(routed: Tensor, added: Added | None) -> Tensor:
     return routed if added is None else added[0] + (routed + added[1])
 
 
-def laid_out_alike(layouts: Sequence[BlockLayout]) -> bool:
+def experts_alike_by_layer(layouts: Mapping[BlockId, BlockLayout]) -> bool:
+    """Whether views of an expert's slot would show the parameters of any other of its layer.
+
+    Layers may differ: files of K types keep some layers' matrices in more bits.
+    """
+    layers: dict[int, dict[int, BlockLayout]] = {}
+    for block, layout in layouts.items():
+        if block.kind is BlockKind.EXPERT:
+            layers.setdefault(block.layer, {})[id(layout)] = layout
+    return all(_laid_out_alike(list(distinct.values())) for distinct in layers.values())
+
+
+def _laid_out_alike(layouts: Sequence[BlockLayout]) -> bool:
     """Whether one's views of a slot would show any other's parameters."""
 
     def form(layout: BlockLayout) -> list[object]:

@@ -61,10 +61,11 @@ def copied_blocks(plan: Plan, blocks: Collection[BlockId]) -> list[BlockId]:
 
 
 def for_experts_of(schedule: SlotSchedule, others: Sequence[SlotSchedule]) -> list[DeviceBuffer]:
-    """Slots of experts in `schedule` to which no block comes in `others`."""
+    """Slots of experts in `schedule` to which no block comes in `others`; none of several sizes."""
     used = {slot for other in others for slot in other.slots.values()}
     experts = (slot for block, slot in schedule.slots.items() if block.kind is BlockKind.EXPERT)
-    return list(dict.fromkeys(slot for slot in experts if slot not in used))
+    found = list(dict.fromkeys(slot for slot in experts if slot not in used))
+    return found if len({slot.tensor.nbytes for slot in found}) == 1 else []
 
 
 def _numbered(order: Sequence[BlockId]) -> dict[BlockId, int]:
