@@ -41,6 +41,11 @@ _LARGEST_DEFAULT_CONTEXT = 8192
 _MEMORY_PAGE_BYTES = 4096
 _FASTER = 0.98  # of the time or the bytes: what is less better is not worth another cache
 _MOST_ROWS = 64  # of a table on disk, looked up at once
+# Prompt tokens per step of a device.  It unpacks what it multiplies in other forms once per step,
+# and where weights are copied to it, all of them once per step: of DeepSeek-V3 343 GiB.
+_DEVICE_CHUNKS = (8192, 4096, 2048, 1024)
+_MOST_RESIDENT_CHUNK = 2048  # nothing is copied: more would only make other requests wait longer
+_MOST_SLOWER = 1.03  # decoding, for room that larger steps take
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,45 @@ def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     Raises BudgetError when even the smallest working set does not fit; it says what would.
     Raises ConfigError for a context that is longer than the model's.
     """
+    plan = _solved(demand, options, machine)
+    if options.max_prefill_tokens is None and plan.device.stages:
+        return _with_larger_steps(demand, options, machine, plan)
+    return plan
+
+
+def _with_larger_steps(demand: Demand, options: PlanOptions, machine: Machine, plan: Plan) -> Plan:
+    """`plan`, or the one with the largest steps for prompts that decodes about as fast.
+
+    Only for devices: they add up in an order that depends on the step anyway.  On the CPU the
+    steps are a function of the model, so that logits do not depend on the budget.
+    """
+    context = min(plan.kv_tokens, demand.spec.max_context * demand.batch)
+    copies = any(plan.homes[block] is not Tier.DEVICE for block in plan.device.computes_prompts)
+    for chunk in _DEVICE_CHUNKS:
+        if not plan.max_prefill_tokens < chunk <= context:
+            continue
+        if not copies and chunk > _MOST_RESIDENT_CHUNK:
+            continue
+        asked = replace(options, context=context, max_prefill_tokens=chunk)
+        try:
+            larger = _solved(demand, asked, machine)
+        except BudgetError:
+            continue
+        if larger.device.stages >= plan.device.stages and _decodes_about_as_fast(
+            demand, larger, plan
+        ):
+            return larger
+    return plan
+
+
+def _decodes_about_as_fast(demand: Demand, plan: Plan, other: Plan) -> bool:
+    found, least = plan.predicted_token_s, other.predicted_token_s
+    if not found or not least:  # nothing is known of the machine
+        found, least = _slow_bytes(demand, plan), _slow_bytes(demand, other)
+    return found <= _MOST_SLOWER * least
+
+
+def _solved(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     refusal: BudgetError | None = None
     plan: Plan | None = None
     try:
