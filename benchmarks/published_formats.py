@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ _LENGTH, _WINDOWS, _TASKS = 2048, 4, 200
 _KEPT = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-def _models() -> dict[str, Path]:
+def models() -> dict[str, Path]:
+    """The reference models' folders."""
     from reference import MODELS
 
     return dict(MODELS)
@@ -44,8 +45,8 @@ def _models() -> dict[str, Path]:
 
 def write(folder: Path) -> None:
     """Every form of both models that is not there yet."""
-    for name, model in _models().items():
-        tensors, config = _numbers(model)
+    for name, model in models().items():
+        tensors, config = numbers(model)
         target = folder / name
         target.mkdir(parents=True, exist_ok=True)
         for form, (section, publish) in _publishers().items():
@@ -54,7 +55,7 @@ def write(folder: Path) -> None:
             if not (target / form).exists():
                 print(name, form, flush=True)
                 _write_checkpoint(target / form, model, config | section, tensors, publish)
-        _write_gguf(target, model, tensors)
+        write_gguf(target, model, tensors)
 
 
 def _config(model: Path) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def _config(model: Path) -> dict[str, Any]:
     return content
 
 
-def _numbers(model: Path) -> tuple[Tensors, dict[str, Any]]:
+def numbers(model: Path) -> tuple[Tensors, dict[str, Any]]:
     """All weights in bf16 but those that are f32, and the configuration without FP8 and MTP."""
     from reference import published_tensors
 
@@ -157,8 +158,13 @@ def _write_checkpoint(
     made.rename(folder)
 
 
-def _write_gguf(folder: Path, model: Path, tensors: Tensors) -> None:
-    """As convert_hf_to_gguf.py writes it in f32, and what llama.cpp's quantiser makes of that."""
+def write_gguf(
+    folder: Path, model: Path, tensors: Tensors, types: Mapping[str, str] = _GGUF
+) -> None:
+    """As convert_hf_to_gguf.py writes it in f32, and what llama.cpp's quantiser makes of that.
+
+    types   llama.cpp's names of file types, by ours
+    """
     import gguf
     import llama_cpp
     from gguf_files import ModelFile, bytes_vocabulary
@@ -170,8 +176,10 @@ def _write_gguf(folder: Path, model: Path, tensors: Tensors) -> None:
     if not source.exists():
         file = ModelFile(arch, AutoConfig.from_pretrained(model), lambda name: "F32")
         file.add(tensors)
+        if latent:
+            file.split_latent()  # llama.cpp reads no others any more
         file.write(source, bytes_vocabulary(model))
-    for ours, theirs in _GGUF.items():
+    for ours, theirs in types.items():
         target = folder / f"GGUF {ours}.gguf"
         if target.exists():
             continue
@@ -188,7 +196,7 @@ def _write_gguf(folder: Path, model: Path, tensors: Tensors) -> None:
 def _written(folder: Path) -> Iterator[tuple[str, str, Path]]:
     """(model, format, where), in the order in which tables show them."""
     order = [*_publishers(), *(f"GGUF {name}" for name in _GGUF)]
-    for model in _models():
+    for model in models():
         for form in order:
             for path in (folder / model / form, folder / model / f"{form}.gguf"):
                 if path.exists():
