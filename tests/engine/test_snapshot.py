@@ -27,7 +27,7 @@ def test_experts_and_memory_are_seen_as_they_are(tmp_path: Path) -> None:
         model.infer(hmt.Request(list(range(40, 60)), 24, ignore_eos=True))
         look = model.begin_snapshot().result()
         again = model.begin_snapshot().result()
-        cached = model._core.memory.weights.cached_blocks()
+        cached = list(model._core.memory.weights._policy.eviction_order())
         accounts = model.summary().used_bytes
     seen, plan = look.experts, model.plan
     assert seen is not None and again.experts is not None
