@@ -1,12 +1,11 @@
 """Ways to store weights in fewer bits: schemes, packed parameters, rounding."""
 
+from hmt.kernels.panel_packing import pack_codes, pack_pairs
 from hmt.quant.packed import (
     Format,
     component_bytes,
     empty_weight,
-    pack_codes,
     pack_groups,
-    pack_pairs,
     row_slice,
     view_weight,
 )
