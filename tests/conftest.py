@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hmt.base.real_models import models_folder
+from hmt_bench.real_models import models_folder
 
 # What tests share asserts, too: so it does under python -O, and says what was compared.
 _SHARED = (file.stem for file in Path(__file__).parent.rglob("*.py"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hmt.base.real_models import REAL_MODELS, path_of
+from hmt_bench.real_models import REAL_MODELS, path_of
 
 
 def real_model(name: str) -> Path:

@@ -90,7 +90,7 @@ def compute(
     output = scheduler.next_step()
     if output is None:
         return []
-    kv: Any = scheduler.kv._kv
+    kv: Any = scheduler.kv.allocator
     step = Step.build(output.segments)
     for run in step.segments:
         kv.append(run)

@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from hmt.hardware.machine import (
     ProcessBytes,
     cache_file,
     machine_for,
-    measure_disk_again,
     remember_device,
     remembered,
 )
@@ -107,25 +105,6 @@ def test_measuring_anew_replaces_what_was_remembered(tmp_path: Path, install: In
     assert (found.disk_read_rate, found.process_bytes, found.cpu) == (6e9, 400 << 20, cpu)
     # A quick probe keeps what it does not measure.
     assert measure(tmp_path, quick=True).process_bytes == 400 << 20
-
-
-def test_a_drive_is_timed_again_as_it_is_read(
-    tmp_path: Path, install: Install, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert measure_disk_again(tmp_path, 0.01) == 0, "nothing is known of it"
-    install(Probe())
-    machine_for(tmp_path)
-    seen: list[tuple[Any, ...]] = []
-
-    def disk_rate(file: Path, *way: Any) -> DiskRate:
-        seen.append(way)
-        return replace(DISK, rate=1.5e9)
-
-    monkeypatch.setattr(machine, "disk_rate", disk_rate)
-    assert measure_disk_again(tmp_path, 0.01) == 1.5e9
-    assert seen == [(DISK.reader, DISK.block_bytes, DISK.depth, 0.01)]
-    assert machine_for(tmp_path).disk_read_rate == 1.5e9
-    assert machine_for(tmp_path).cpu.read_rate == 4e10
 
 
 def test_another_drive_is_measured_for_itself(

@@ -104,7 +104,7 @@ def test_no_owner_ever_sees_pages_of_another(data: st.DataObject) -> None:
             pages.end(data.draw(st.integers(0, len(pages.running) - 1)))
         elif act == "evict":
             pages.tree.evict(data.draw(st.integers(1, 8)))
-        counted = sum(pages.tree.held_by(name) for name in OWNERS)
+        counted = sum(pages.tree._holding[name] for name in OWNERS)
         assert counted == pages.tree.held_pages <= pages.tree.pages
 
 
@@ -137,7 +137,7 @@ def test_the_owner_with_most_pages_loses_its_own_least_recently_used() -> None:
     pages.end(0)
     assert len(pages.found("a", [0, 1, 2])) == 1
     assert len(pages.found("b", [10, 11, 12])) == 3, "less recently used, and another's"
-    assert pages.tree.held_by("a") == pages.tree.held_by("b") == 6
+    assert pages.tree._holding["a"] == pages.tree._holding["b"] == 6
 
 
 @pytest.fixture(scope="module")

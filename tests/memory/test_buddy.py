@@ -71,7 +71,6 @@ class BuddyMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         assert list(self.buddy.runs()) == runs_of(self.free)
         assert self.buddy.free_pages == len(self.free)
-        assert self.buddy.largest_free == max((n for _, n in runs_of(self.free)), default=0)
 
 
 TestBuddy = BuddyMachine.TestCase
@@ -85,7 +84,7 @@ def test_a_size_costs_exactly_its_pages(wanted: int) -> None:
     place = buddy.take(wanted)
     assert place is not None and buddy.free_pages == wanted + 1
     buddy.give(place, wanted)
-    assert buddy.largest_free == buddy.free_pages == 2 * wanted + 1
+    assert list(buddy.runs()) == [(0, 2 * wanted + 1)]
 
 
 def test_sizes_that_are_no_powers_of_two_fill_every_page() -> None:

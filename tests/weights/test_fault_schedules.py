@@ -141,7 +141,7 @@ class Schedule:
         assert self.bench.ledger.used_bytes(Tier.HOST) == 0
         expected = self.bench.store._expected
         assert not expected.held and not expected.urgent_reads
-        assert not self.bench.store.cached_blocks()
+        assert not list(self.bench.store._policy.eviction_order())
 
 
 def ranges_of(layout: BlockLayout) -> Iterator[tuple[Path, int, int]]:

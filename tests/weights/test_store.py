@@ -153,7 +153,7 @@ def test_lru_keeps_what_was_used_last(checkpoint: tuple[Path, dict[str, torch.Te
             pass
     assert bench.store.presence(experts[0]) is Presence.HIT
     assert bench.store.presence(experts[1]) is Presence.MISS
-    assert bench.store.cached_blocks() == [experts[0], experts[2]]
+    assert list(bench.store._policy.eviction_order()) == [experts[0], experts[2]]
     bench.close()
 
 

@@ -166,7 +166,7 @@ def test_an_innocent_block_moves_and_is_not_evicted(
     """The head needs two pages; the two coldest blocks leave one on each side of the expert."""
     with full.store.lease(HEAD) as views:
         assert_right(HEAD, views, checkpoint[1])
-    assert full.store.cached_blocks() == [EXPERT, HEAD]
+    assert list(full.store._policy.eviction_order()) == [EXPERT, HEAD]
     reads = full.reader.reads
     with full.store.lease(EXPERT) as views:
         assert_right(EXPERT, views, checkpoint[1])

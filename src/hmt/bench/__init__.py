@@ -5,30 +5,10 @@ from hmt.bench.quality import (
     Quality,
     Quiz,
     Score,
-    TeacherForced,
     evaluate,
     grade,
     perplexity,
     retrievals,
     short_tasks,
 )
-from hmt.bench.tasks import BEGIN, Corpus, Encode, Retrieval, Tokens, short_task
-
-__all__ = [
-    "BEGIN",
-    "Corpus",
-    "Encode",
-    "Extent",
-    "Quality",
-    "Quiz",
-    "Retrieval",
-    "Score",
-    "TeacherForced",
-    "Tokens",
-    "evaluate",
-    "grade",
-    "perplexity",
-    "retrievals",
-    "short_task",
-    "short_tasks",
-]
+from hmt.bench.tasks import BEGIN, Corpus, Encode, Tokens, short_task

@@ -7,7 +7,7 @@ command line options that its fields declare.
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import wraps
+from functools import partial, wraps
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -19,8 +19,11 @@ from hmt.base.errors import ConfigError
 if TYPE_CHECKING:
     from hmt.contracts.request import Sampling
 
-_MEMORY, _COMPUTE, _CHOICE = "Memory", "Computation", "Choosing tokens"
-_KV = "Keys and values"
+# Options by the panel of the help in which they are.
+_memory = partial(typer.Option, rich_help_panel="Memory")
+_compute = partial(typer.Option, rich_help_panel="Computation")
+_kv = partial(typer.Option, rich_help_panel="Keys and values")
+_choice = partial(typer.Option, rich_help_panel="Choosing tokens")
 
 ModelArgument = Annotated[
     str | None,
@@ -37,234 +40,166 @@ class EngineOptions:
 
     host_memory: Annotated[
         str | None,
-        typer.Option(
+        _memory(
             help="Memory for weights, KV and buffers, such as 8MiB or 64GiB; "
-            "80% of what is available when left out.",
-            rich_help_panel=_MEMORY,
+            "80% of what is available when left out."
         ),
     ] = None
     gpu_memory: Annotated[
         str | None,
-        typer.Option(
-            help="Memory of the GPU to use, such as 16GiB; without, the CPU computes alone.",
-            rich_help_panel=_MEMORY,
-        ),
+        _memory(help="Memory of the GPU to use, such as 16GiB; without, the CPU computes alone."),
     ] = None
     gpu_id: Annotated[
         str | None,
-        typer.Option(
-            help="Which GPU, by number; 90% of its free memory without --gpu-memory.",
-            rich_help_panel=_MEMORY,
-        ),
+        _memory(help="Which GPU, by number; 90% of its free memory without --gpu-memory."),
     ] = None
     quant: Annotated[
         str | None,
-        typer.Option(
+        _compute(
             help="Weights in memory: none, w8a8, w8a16, w4a8, w4a16, nvfp4a8, nvfp4a16, mxfp4a8, "
             "mxfp4a16; w4 (groups of 32) and w8 (one scale per row) with another group size if "
-            "wanted, as in w4a8:64.",
-            rich_help_panel=_COMPUTE,
+            "wanted, as in w4a8:64."
         ),
     ] = None
     activations: Annotated[
         str | None,
-        typer.Option(
+        _compute(
             help="What published weights of 8 bits and fewer are multiplied with: auto (rounded to "
-            "int8), or exact.",
-            rich_help_panel=_COMPUTE,
+            "int8), or exact."
         ),
     ] = None
     context: Annotated[
         int | None,
-        typer.Option(
-            "--context",
-            "--max-context",
-            help="Positions of keys and values to keep.",
-            rich_help_panel=_MEMORY,
-        ),
+        _memory("--context", "--max-context", help="Positions of keys and values to keep."),
     ] = None
     kv_gpu_memory: Annotated[
         str | None,
-        typer.Option(
+        _kv(
             help="Keys and values that stay where layers compute, such as 2GiB; the others go to "
-            "host memory, or to the disk.  All of them stay when left out.",
-            rich_help_panel=_KV,
+            "host memory, or to the disk.  All of them stay when left out."
         ),
     ] = None
     kv_host_memory: Annotated[
         str | None,
-        typer.Option(
-            help="Host memory for those that do not stay; what is needed when left out.",
-            rich_help_panel=_KV,
-        ),
+        _kv(help="Host memory for those that do not stay; what is needed when left out."),
     ] = None
-    kv_offload_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder on a fast disk for the rest.", rich_help_panel=_KV),
-    ] = None
+    kv_offload_dir: Annotated[Path | None, _kv(help="Folder on a fast disk for the rest.")] = None
     kv_offload_disk_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="The most to take of that disk; what is needed when left out.",
-            rich_help_panel=_KV,
-        ),
+        str | None, _kv(help="The most to take of that disk; what is needed when left out.")
     ] = None
     kv_quant: Annotated[
         str | None,
-        typer.Option(
+        _kv(
             help="How those are kept that do not stay: exact, int8 or int4; or two of these and "
             "fp8, for host memory and for the disk: int8,int4. fp8 alone is for all, wherever "
             "they lie; three are for near, too: fp8,exact,int4. The disk has codecs, too, such as "
             "exact,int8+shared-parts, and another way for pages of little attention, such as "
-            "exact,int8~int8/sparse24-int8: see docs/quality.md.",
-            rich_help_panel=_KV,
+            "exact,int8~int8/sparse24-int8: see docs/quality.md."
         ),
     ] = None
     kv_eviction: Annotated[
-        str | None,
-        typer.Option(
-            help="Which go first: those that a2cr, lru or lfu value least.", rich_help_panel=_KV
-        ),
+        str | None, _kv(help="Which go first: those that a2cr, lru or lfu value least.")
     ] = None
     kv_policy: Annotated[
         str | None,
-        typer.Option(
+        _kv(
             help="exact attends to all of the context; select to the share --kv-share of its "
-            "pages, chosen anew for each token.",
-            rich_help_panel=_KV,
+            "pages, chosen anew for each token."
         ),
     ] = None
-    kv_share: Annotated[
-        float | None,
-        typer.Option(help="What select attends to; 0.1 when left out.", rich_help_panel=_KV),
-    ] = None
+    kv_share: Annotated[float | None, _kv(help="What select attends to; 0.1 when left out.")] = None
     prefix_cache: Annotated[
         bool | None,
-        typer.Option(
+        _kv(
             "--prefix-cache/--no-prefix-cache",
             help="Keep keys and values of texts for others that begin alike.",
-            rich_help_panel=_KV,
         ),
     ] = None
     prefix_cache_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder to keep them in for later runs, too.", rich_help_panel=_KV),
+        Path | None, _kv(help="Folder to keep them in for later runs, too.")
     ] = None
     prefix_cache_disk_memory: Annotated[
-        str | None,
-        typer.Option(help="The most to take there; 4GiB when left out.", rich_help_panel=_KV),
+        str | None, _kv(help="The most to take there; 4GiB when left out.")
     ] = None
     prefix_shared: Annotated[
         bool | None,
-        typer.Option(
+        _kv(
             "--prefix-shared/--no-prefix-shared",
             help="Let all API keys share the prefix cache; else each key has its own.",
-            rich_help_panel=_KV,
         ),
     ] = None
     dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Of activations: auto, bfloat16, float32, float16.", rich_help_panel=_COMPUTE
-        ),
+        str | None, _compute(help="Of activations: auto, bfloat16, float32, float16.")
     ] = None
     executor: Annotated[
         str | None,
-        typer.Option(
-            help="overlapped reads ahead while it computes, plain reads when it needs.",
-            rich_help_panel=_COMPUTE,
-        ),
+        _compute(help="overlapped reads ahead while it computes, plain reads when it needs."),
     ] = None
-    prefetch_distance: Annotated[
-        int | None, typer.Option(help="Layers to read ahead.", rich_help_panel=_MEMORY)
-    ] = None
-    max_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens per step.", rich_help_panel=_COMPUTE)
-    ] = None
+    prefetch_distance: Annotated[int | None, _memory(help="Layers to read ahead.")] = None
+    max_prefill_tokens: Annotated[int | None, _compute(help="Prompt tokens per step.")] = None
     goal: Annotated[
         str | None,
-        typer.Option(
-            help="Search for the plan that is best for latency, throughput or balanced.",
-            rich_help_panel=_MEMORY,
-        ),
+        _memory(help="Search for the plan that is best for latency, throughput or balanced."),
     ] = None
     profile: Annotated[
         str | None,
-        typer.Option(
+        _memory(
             help="Choices from a YAML file, or latency, throughput or balanced; hmt plan shows "
-            "what they cost beside the goal's own plan.",
-            rich_help_panel=_MEMORY,
+            "what they cost beside the goal's own plan."
         ),
     ] = None
     spill_dir: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder on a fast disk for quantised weights that do not fit in memory.",
-            rich_help_panel=_MEMORY,
-        ),
+        _memory(help="Folder on a fast disk for quantised weights that do not fit in memory."),
     ] = None
     disk_reader: Annotated[
         str | None,
-        typer.Option(
+        _memory(
             help="io_uring or direct (past the page cache), buffered or mmap (the same); the "
-            "faster one of the first two when left out.",
-            rich_help_panel=_MEMORY,
+            "faster one of the first two when left out."
         ),
     ] = None
     verify_reads: Annotated[
         str | None,
-        typer.Option(
+        _memory(
             help="Compare the checksums of a pack's blocks: first (when first read), always, "
-            "or never.",
-            rich_help_panel=_MEMORY,
+            "or never."
         ),
     ] = None
     threads: Annotated[
-        int | None,
-        typer.Option(
-            help="Threads that compute; one per physical core when left out.",
-            rich_help_panel=_COMPUTE,
-        ),
+        int | None, _compute(help="Threads that compute; one per physical core when left out.")
     ] = None
     numa: Annotated[
         str | None,
-        typer.Option(
+        _memory(
             "--numa-node",
             "--numa",
             help="NUMA node to bind to; or two, of the CPU and of memory, such as 0,1; or auto: "
             "the GPU's where the model fits there, else memory is spread over all.",
-            rich_help_panel=_MEMORY,
         ),
     ] = None
 
     expert_cache_policy: Annotated[
-        str | None,
-        typer.Option(
-            help="Which experts stay in memory: those that heat or lru value most.",
-            rich_help_panel=_MEMORY,
-        ),
+        str | None, _memory(help="Which experts stay in memory: those that heat or lru value most.")
     ] = None
     expert_prefetch: Annotated[
         bool | None,
-        typer.Option(
+        _memory(
             "--expert-prefetch/--no-expert-prefetch",
             help="Read experts that are likely to be needed, while that gains time; on by default.",
-            rich_help_panel=_MEMORY,
         ),
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option(
+        _compute(
             help="File for a timeline of reads, computing and waits, for ui.perfetto.dev; .gz "
-            "compresses it.",
-            rich_help_panel=_COMPUTE,
+            "compresses it."
         ),
     ] = None
     expert_trace: Annotated[
         Path | None,
-        typer.Option(
-            help="File for what the routers choose, for hmt plan --routing; .gz compresses it.",
-            rich_help_panel=_MEMORY,
+        _memory(
+            help="File for what the routers choose, for hmt plan --routing; .gz compresses it."
         ),
     ] = None
 
@@ -284,39 +219,20 @@ class SamplingOptions:
 
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="The longest answer; 512, or what the context holds, when left out.",
-            rich_help_panel=_CHOICE,
-        ),
+        _choice(help="The longest answer; 512, or what the context holds, when left out."),
     ] = None
-    temperature: Annotated[
-        float, typer.Option(help="0 takes the likeliest token.", rich_help_panel=_CHOICE)
-    ] = 0.0
-    top_k: Annotated[
-        int, typer.Option(help="Only the K likeliest tokens; 0: all.", rich_help_panel=_CHOICE)
-    ] = 0
+    temperature: Annotated[float, _choice(help="0 takes the likeliest token.")] = 0.0
+    top_k: Annotated[int, _choice(help="Only the K likeliest tokens; 0: all.")] = 0
     top_p: Annotated[
-        float,
-        typer.Option(
-            help="Only the likeliest tokens that sum to this probability.", rich_help_panel=_CHOICE
-        ),
+        float, _choice(help="Only the likeliest tokens that sum to this probability.")
     ] = 1.0
     min_p: Annotated[
-        float,
-        typer.Option(
-            help="Only tokens with this share of the likeliest one's probability.",
-            rich_help_panel=_CHOICE,
-        ),
+        float, _choice(help="Only tokens with this share of the likeliest one's probability.")
     ] = 0.0
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1 discourages what was said.", rich_help_panel=_CHOICE)
-    ] = 1.0
-    seed: Annotated[
-        int | None, typer.Option(help="Makes chance repeatable.", rich_help_panel=_CHOICE)
-    ] = None
+    repetition_penalty: Annotated[float, _choice(help="Above 1 discourages what was said.")] = 1.0
+    seed: Annotated[int | None, _choice(help="Makes chance repeatable.")] = None
     stop: Annotated[
-        list[str] | None,
-        typer.Option(help="Text that ends the answer; may be repeated.", rich_help_panel=_CHOICE),
+        list[str] | None, _choice(help="Text that ends the answer; may be repeated.")
     ] = None
 
     def sampling(self) -> "Sampling":

@@ -1,6 +1,7 @@
 """`hmt serve`: a model over HTTP, the OpenAI way."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,120 +16,87 @@ from hmt.cli.plan_options import suggesting
 if TYPE_CHECKING:
     from hmt.server import ServerConfig
 
-_WHERE, _WHO, _LIMITS = "Where", "Who", "Limits"
+# Options by the panel of the help in which they are.
+_where = partial(typer.Option, rich_help_panel="Where")
+_who = partial(typer.Option, rich_help_panel="Who")
+_limits = partial(typer.Option, rich_help_panel="Limits")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Where to listen, whom to serve, and how much of it; see hmt.server.ServerConfig."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHERE)] = (
-        "127.0.0.1"
-    )
-    port: Annotated[
-        int, typer.Option(help="Port; 0: any that is free.", rich_help_panel=_WHERE)
-    ] = 8000
+    host: Annotated[str, _where(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _where(help="Port; 0: any that is free.")] = 8000
     name: Annotated[
-        str | None,
-        typer.Option(
-            help="What clients call the model; its folder's name when left out.",
-            rich_help_panel=_WHERE,
-        ),
+        str | None, _where(help="What clients call the model; its folder's name when left out.")
     ] = None
     extra_model: Annotated[
         list[Path] | None,
-        typer.Option(
+        _where(
             help="Folder of a model that clients may load, in what --host-memory has left; may be "
-            "repeated.  The first one may then be unloaded, too.",
-            rich_help_panel=_WHERE,
+            "repeated.  The first one may then be unloaded, too."
         ),
     ] = None
     first_memory: Annotated[
         str | None,
-        typer.Option(
-            help="The most that MODEL takes of --host-memory, so that others have room.",
-            rich_help_panel=_WHERE,
-        ),
+        _where(help="The most that MODEL takes of --host-memory, so that others have room."),
     ] = None
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        _who(
             help="A key that clients must send; may be repeated.  Others on this machine can see "
-            "it in the list of processes: better a file.",
-            rich_help_panel=_WHO,
+            "it in the list of processes: better a file."
         ),
     ] = None
     api_key_file: Annotated[
         Path | None,
-        typer.Option(
-            help="File of keys, one per line, as they are or as sha256: and the hash.",
-            rich_help_panel=_WHO,
-        ),
+        _who(help="File of keys, one per line, as they are or as sha256: and the hash."),
     ] = None
     public: Annotated[
         bool,
-        typer.Option(
-            "--public",
-            help="Listen where other machines can reach it, although there is no key.",
-            rich_help_panel=_WHO,
+        _who(
+            "--public", help="Listen where other machines can reach it, although there is no key."
         ),
     ] = False
     origin: Annotated[
         list[str] | None,
-        typer.Option(
+        _who(
             help="Origin of web pages that may use it (CORS), such as https://example.org; may be "
-            "repeated.",
-            rich_help_panel=_WHO,
+            "repeated."
         ),
     ] = None
     chat_template: Annotated[
         Path | None,
-        typer.Option(
-            help="File with the chat template (Jinja) to use instead of MODEL's own.",
-            rich_help_panel=_WHERE,
-        ),
+        _where(help="File with the chat template (Jinja) to use instead of MODEL's own."),
     ] = None
     max_batch: Annotated[
         int | None,
-        typer.Option(
-            help="Answers that are computed at once; 16, or what --profile says, when left out.",
-            rich_help_panel=_LIMITS,
+        _limits(
+            help="Answers that are computed at once; 16, or what --profile says, when left out."
         ),
     ] = None
     max_waiting: Annotated[
-        int,
-        typer.Option(
-            help="Answers that wait besides; more are refused at once.", rich_help_panel=_LIMITS
-        ),
+        int, _limits(help="Answers that wait besides; more are refused at once.")
     ] = 64
-    max_tokens: Annotated[
-        int,
-        typer.Option(help="The longest answer of chats that do not say.", rich_help_panel=_LIMITS),
-    ] = 1024
-    max_body: Annotated[str, typer.Option(help="The largest request.", rich_help_panel=_LIMITS)] = (
-        "4MiB"
-    )
+    max_tokens: Annotated[int, _limits(help="The longest answer of chats that do not say.")] = 1024
+    max_body: Annotated[str, _limits(help="The largest request.")] = "4MiB"
     timeout: Annotated[
-        float,
-        typer.Option(
-            help="Seconds that an answer may take, its wait included.", rich_help_panel=_LIMITS
-        ),
+        float, _limits(help="Seconds that an answer may take, its wait included.")
     ] = 600.0
 
     shutdown_timeout: Annotated[
         float,
-        typer.Option(
+        _limits(
             help="Seconds that answers have to end once the server is told to stop (Ctrl-C, "
-            "SIGTERM); a second signal ends it at once.",
-            rich_help_panel=_LIMITS,
+            "SIGTERM); a second signal ends it at once."
         ),
     ] = 30.0
     log_requests: Annotated[
         bool,
-        typer.Option(
+        _limits(
             "--log-requests",
             help="Write a line of JSON for each response to stderr, without what was said.",
-            rich_help_panel=_LIMITS,
         ),
     ] = False
 

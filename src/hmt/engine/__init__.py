@@ -5,7 +5,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.engine import Engine
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.loading.prepare import Prepared, prepare
-from hmt.engine.prediction import StepPrediction, StepTotals
+from hmt.engine.prediction import StepPrediction
 from hmt.engine.request_limits import check_tokens
 from hmt.engine.run_summary import (
     Bottleneck,
@@ -16,29 +16,5 @@ from hmt.engine.run_summary import (
     bottleneck,
 )
 from hmt.engine.scheduling.sequence import Load
-from hmt.engine.snapshot import EngineSnapshot, ExpertMap, ExpertTier, TierUsage
+from hmt.engine.snapshot import EngineSnapshot, ExpertMap
 from hmt.engine.streams import RequestHandle
-
-__all__ = [
-    "ABResult",
-    "Bottleneck",
-    "DeviceAccount",
-    "Engine",
-    "EngineConfig",
-    "EngineSnapshot",
-    "ExpertAccount",
-    "ExpertMap",
-    "ExpertTier",
-    "Load",
-    "LoadedModel",
-    "Phase",
-    "Prepared",
-    "RequestHandle",
-    "RunSummary",
-    "StepPrediction",
-    "StepTotals",
-    "TierUsage",
-    "bottleneck",
-    "check_tokens",
-    "prepare",
-]

@@ -166,32 +166,18 @@ class EngineConfig:
         values = {name: value for name, value in options.items() if value is not None}
         scheme = values.get("quantization")
         values["quantization"] = None if scheme is None else parse_scheme(scheme)
-        budget = values.pop("host_memory", None)
-        values["host_memory_bytes"] = (
-            int(available_host_bytes() * _SHARE_OF_AVAILABLE)
-            if budget is None
-            else parse_bytes(budget)
-        )
-        if "gpu_memory" in values:
-            values["gpu_memory_bytes"] = parse_bytes(values.pop("gpu_memory"))
+        for field in fields(EngineConfig):
+            if field.name.endswith("_bytes") and _spoken(field.name) in values:
+                values[field.name] = parse_bytes(values.pop(_spoken(field.name)))
+        if "host_memory_bytes" not in values:
+            values["host_memory_bytes"] = int(available_host_bytes() * _SHARE_OF_AVAILABLE)
         if "prefix_cache_dir" in values:
             values["prefix_cache_dir"] = Path(values["prefix_cache_dir"]).expanduser()
             values.setdefault("prefix_cache", True)
-        sizes = (
-            "kv_gpu_memory",
-            "kv_host_memory",
-            "kv_offload_disk_memory",
-            "prefix_cache_disk_memory",
-        )
-        for name in sizes:
-            if name in values:
-                values[f"{name}_bytes"] = parse_bytes(values.pop(name))
         if "kv_quant" in values:
             values["kv_quant"] = _kv_quant(values["kv_quant"])
         if "gpu_id" in values:
             values["gpu_id"] = _gpu_id(values["gpu_id"])
-        if "disk_chunk" in values:
-            values["disk_chunk_bytes"] = parse_bytes(values.pop("disk_chunk"))
         if isinstance(values.get("numa"), list):
             values["numa"] = tuple(values["numa"])
         for name in ("trace", "expert_trace"):

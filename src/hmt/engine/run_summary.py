@@ -1,6 +1,6 @@
 """What a run cost: tokens, time, bytes by tier, and which link was the bottleneck."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from hmt.base.units import format_rate
 from hmt.contracts.kv import KVAccount
@@ -12,21 +12,6 @@ from hmt.memory import PoolStats
 _SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
 _LINKS = {"disk": "the disk", "memory": "memory", "computation": "computation"}
 _WAITING = 0.25  # of the time: from here on the disk is what a faster machine would need
-
-_SHARED_S = (
-    *("seconds", "waited_s", "disk_s", "converted_s", "kernel_s", "link_s", "device_s"),
-    "expert_prefetch_saved_s",
-)
-_SHARED_COUNTS = (
-    *("disk_bytes", "useful_bytes", "host_bytes", "link_bytes", "hits", "pending", "misses"),
-    *(
-        "expert_prefetches",
-        "expert_prefetch_hits",
-        "expert_prefetch_wasted_bytes",
-        "experts",
-        "expert_reads",
-    ),
-)
 
 
 @dataclass(slots=True)
@@ -78,10 +63,9 @@ class Phase:
 
     def since(self, before: "Phase") -> "Phase":
         """What has come since it was as `before`; all of it where it has begun anew meanwhile."""
-        names = ("steps", "tokens", *_SHARED_S, *_SHARED_COUNTS)
         if self.steps < before.steps:
             before = Phase()
-        return Phase(**{name: getattr(self, name) - getattr(before, name) for name in names})
+        return Phase(**{name: getattr(self, name) - getattr(before, name) for name in _TYPES})
 
     def add(self, cost: "Phase", tokens: int, of_tokens: int) -> None:
         """Add the share of a step's `cost` that `tokens` of its `of_tokens` tokens caused."""
@@ -89,10 +73,11 @@ class Phase:
             return
         self.tokens += tokens
         self.steps += cost.steps
-        for name in _SHARED_S:
-            setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens / of_tokens)
-        for name in _SHARED_COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(cost, name) * tokens // of_tokens)
+        for name, kind in _TYPES.items():
+            if name not in ("steps", "tokens"):
+                caused = getattr(cost, name) * tokens
+                share = caused // of_tokens if kind is int else caused / of_tokens
+                setattr(self, name, getattr(self, name) + share)
 
     @property
     def tokens_per_s(self) -> float:
@@ -130,6 +115,9 @@ class Phase:
         return (
             self.expert_prefetch_hits / self.expert_prefetches if self.expert_prefetches else None
         )
+
+
+_TYPES = {entry.name: entry.type for entry in fields(Phase)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """What a step has cost: the counters of store, disk, link and kernels, read lap by lap."""
 
+from dataclasses import replace
+
 from hmt.base.trace import Tracer
 from hmt.engine.experts.prefetcher import ExpertPrefetcher
 from hmt.engine.loading.memory import Memory
@@ -29,30 +31,7 @@ class StepMeter:
         """
         now, before = self._read(), self._last
         self._last = now
-        return Phase(
-            steps=1,
-            seconds=seconds,
-            waited_s=now.waited_s - before.waited_s,
-            disk_s=now.disk_s - before.disk_s,
-            converted_s=now.converted_s - before.converted_s,
-            kernel_s=now.kernel_s - before.kernel_s,
-            link_s=now.link_s - before.link_s,
-            device_s=now.device_s - before.device_s,
-            disk_bytes=now.disk_bytes - before.disk_bytes,
-            useful_bytes=now.useful_bytes - before.useful_bytes,
-            host_bytes=now.host_bytes - before.host_bytes,
-            link_bytes=now.link_bytes - before.link_bytes,
-            hits=now.hits - before.hits,
-            pending=now.pending - before.pending,
-            misses=now.misses - before.misses,
-            expert_prefetches=now.expert_prefetches - before.expert_prefetches,
-            expert_prefetch_hits=now.expert_prefetch_hits - before.expert_prefetch_hits,
-            expert_prefetch_wasted_bytes=now.expert_prefetch_wasted_bytes
-            - before.expert_prefetch_wasted_bytes,
-            expert_prefetch_saved_s=now.expert_prefetch_saved_s - before.expert_prefetch_saved_s,
-            experts=now.experts - before.experts,
-            expert_reads=now.expert_reads - before.expert_reads,
-        )
+        return replace(now.since(before), steps=1, seconds=seconds)
 
     def _read(self) -> Phase:
         counters, prefetches, disk = self._counters, self._prefetch_counters, self._disk_counters()

@@ -4,5 +4,3 @@ from hmt.formats.checkpoint import open_checkpoint
 from hmt.formats.gguf import is_gguf
 from hmt.formats.hub import located, shown_name
 from hmt.formats.safetensors import read_header
-
-__all__ = ["is_gguf", "located", "open_checkpoint", "read_header", "shown_name"]

@@ -26,7 +26,6 @@ from hmt.hardware.ram_rate import QUICK_S, measured_ram
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import (
     DiskRate,
-    disk_rate,
     file_to_read,
     node_distances,
     numa_nodes,
@@ -90,25 +89,6 @@ def with_device(machine: Machine, device: Device, form: Format | None = None) ->
 
 
 _links: dict[str, LinkRates] = {}  # by device, where they need not be measured
-
-
-def measure_disk_again(path: Path, seconds: float) -> float:
-    """The disk's rate at this moment, read as it is known to be read best; remembered.
-
-    A disk that others use, too, gives much more at one time than at another.  0 where it cannot
-    be measured.
-    """
-    known = remembered(path)
-    try:
-        with file_to_read(path) as file:
-            if file is None or known.disk is None:
-                return 0.0
-            way = known.disk
-            found = disk_rate(file, way.reader, way.block_bytes, way.depth, seconds)
-    except (OSError, HMTError):
-        return 0.0
-    remember(path, replace(known, disk=found))
-    return found.rate
 
 
 def driver_bytes(name: str) -> int:

@@ -1,5 +1,3 @@
 """What computes: one set of operations, on the kernels that this machine has."""
 
 from hmt.kernels import ops
-
-__all__ = ["ops"]

@@ -1,6 +1,6 @@
 """Keys and values: pages, sequences, and attention over them."""
 
-from hmt.kvcache.allocator import KVAllocator, KVStorage, SequencePages
+from hmt.kvcache.allocator import KVAllocator
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.offload.factory import group_bytes_as, kv_sizes, open_tiered, page_encoding
 from hmt.kvcache.offload.graph_cache import GraphKVCache
@@ -9,21 +9,3 @@ from hmt.kvcache.page_layout import page_bytes
 from hmt.kvcache.page_pool import PagePool
 from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.split_cache import AnyKV, SplitKVCache
-
-__all__ = [
-    "KV_EVICTION",
-    "AnyKV",
-    "GraphKVCache",
-    "KVAllocator",
-    "KVStorage",
-    "PagePool",
-    "PagedKV",
-    "SequencePages",
-    "SplitKVCache",
-    "TieredKV",
-    "group_bytes_as",
-    "kv_sizes",
-    "open_tiered",
-    "page_bytes",
-    "page_encoding",
-]

@@ -2,7 +2,7 @@
 
 from hmt.layers.attention import Attention
 from hmt.layers.ffn import GatedFFN, ResidualFFN
-from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.linear import linear_params
 from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
     BiasedSigmoidRouter,
@@ -18,31 +18,3 @@ from hmt.layers.moe import (
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary, border_of, check_options, common_border, yarn_mscale
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers
-
-__all__ = [
-    "Attention",
-    "BiasedSigmoidRouter",
-    "Experts",
-    "FusableLayer",
-    "FusedLayers",
-    "GatedFFN",
-    "GroupedSoftmaxRouter",
-    "LatentAttention",
-    "Params",
-    "RMSNorm",
-    "ResidualFFN",
-    "Rotary",
-    "Router",
-    "Routing",
-    "SoftmaxRouter",
-    "add_routed_experts",
-    "border_of",
-    "check_options",
-    "common_border",
-    "linear_params",
-    "project",
-    "request_experts",
-    "routed_experts",
-    "router_inputs",
-    "yarn_mscale",
-]

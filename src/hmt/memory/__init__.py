@@ -5,7 +5,7 @@ Nothing here knows what a tensor means.
 
 from hmt.memory.allocator.arena import PAGE_BYTES, POISON, HostBuffer
 from hmt.memory.allocator.bitmap import Bitmap
-from hmt.memory.allocator.host_pool import BufferOwner, HostPool, PoolStats
+from hmt.memory.allocator.host_pool import HostPool, PoolStats
 from hmt.memory.allocator.size_classes import size_classes
 from hmt.memory.disk.bandwidth_probe import (
     DiskRate,
@@ -20,7 +20,7 @@ from hmt.memory.disk.bandwidth_probe import (
     usual_rate,
 )
 from hmt.memory.disk.io_scheduler import DiskRead, ReadGroup
-from hmt.memory.disk.read_queue import QueueCounters, ReadCounters, ReadQueue
+from hmt.memory.disk.read_queue import QueueCounters, ReadQueue
 from hmt.memory.disk.reader_kinds import READERS, open_reader
 from hmt.memory.disk.readers import DiskReader, PreadReader
 from hmt.memory.ledger import Account, Ledger
@@ -35,46 +35,3 @@ from hmt.memory.process_memory import (
     resident_bytes,
     trim_heap,
 )
-
-__all__ = [
-    "PAGE_BYTES",
-    "POISON",
-    "READERS",
-    "Account",
-    "Binding",
-    "Bitmap",
-    "BufferOwner",
-    "DiskRate",
-    "DiskRead",
-    "DiskReader",
-    "HostBuffer",
-    "HostPool",
-    "Ledger",
-    "PoolStats",
-    "PreadReader",
-    "QueueCounters",
-    "ReadCounters",
-    "ReadGroup",
-    "ReadQueue",
-    "available_host_bytes",
-    "best_of",
-    "cache_bytes",
-    "cgroup_limit_bytes",
-    "disk_rate",
-    "file_to_read",
-    "limit_malloc_arenas",
-    "node_distances",
-    "numa_nodes",
-    "open_reader",
-    "peak_resident_bytes",
-    "physical_host_bytes",
-    "quick_rate",
-    "ram_read_rate",
-    "reset_peak_resident",
-    "resident_bytes",
-    "size_classes",
-    "sweep",
-    "trim_heap",
-    "usable_readers",
-    "usual_rate",
-]

@@ -1,5 +1,3 @@
 """Model families: one readable file each, in forward order."""
 
 from hmt.models.registry import open_model, supported_architectures, with_architecture
-
-__all__ = ["open_model", "supported_architectures", "with_architecture"]

@@ -16,7 +16,6 @@ from hmt.contracts.encoding import (
     Packing,
     WeightTensor,
 )
-from hmt.kernels import panel_packing
 
 _DTYPES = {
     Encoding.F32: torch.float32,
@@ -207,16 +206,6 @@ def row_slice(w: WeightTensor, first: int, end: int) -> WeightTensor:
         zeros=rows(w.zeros, panel_rows),
         minima=rows(w.minima, panel_rows),
     )
-
-
-def pack_codes(codes: Tensor) -> Tensor:
-    """4-bit codes 0..15, uint8 [rows, columns], in panels: see Packing.PANELS."""
-    return panel_packing.pack_codes(codes)
-
-
-def pack_pairs(pairs: Tensor) -> Tensor:
-    """The same of codes two in a byte, the low nibble first: uint8 [rows, columns / 2]."""
-    return panel_packing.pack_pairs(pairs)
 
 
 def pack_groups(values: Tensor) -> Tensor:

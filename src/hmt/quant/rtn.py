@@ -9,8 +9,9 @@ from hmt.base.errors import NumericsError
 from hmt.base.units import round_up
 from hmt.contracts.encoding import PANEL_ROWS, Encoding, WeightTensor
 from hmt.kernels import ops
+from hmt.kernels.panel_packing import pack_codes
 from hmt.quant.fp4 import nvfp4_factor, round_mxfp4, round_nvfp4
-from hmt.quant.packed import pack_codes, pack_groups
+from hmt.quant.packed import pack_groups
 
 # Rows are converted this many numbers at a time.  About ten f32 copies are alive (10 MiB), which
 # is small beside any block, and the search runs mostly in the cache.

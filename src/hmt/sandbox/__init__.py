@@ -1,5 +1,3 @@
 """Limited child processes, in which what strangers wrote is compiled, rendered and encoded."""
 
-from hmt.sandbox.process import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker, end_all
-
-__all__ = ["Ended", "Limits", "Lost", "Refused", "Reply", "Sandbox", "Worker", "end_all"]
+from hmt.sandbox.process import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker

@@ -5,5 +5,3 @@ from hmt.server.config import ServerConfig
 from hmt.server.keys import KeyRing
 from hmt.server.model_manager import LoadableModels
 from hmt.server.run import bind, serve
-
-__all__ = ["KeyRing", "LoadableModels", "ServerConfig", "bind", "create_app", "serve"]

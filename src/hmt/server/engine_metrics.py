@@ -65,14 +65,26 @@ class TierCollector(Collector):
             )
 
 
+def _labelled(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    """One metric with a sample for each value of `label`."""
+    family = kind(name, text, labels=[label])
+    for value, measured in values.items():
+        family.add_metric([value], measured)
+    return family
+
+
 def _load(load: Load) -> Iterator[Metric]:
     yield GaugeMetricFamily("hmt_running", "Answers in the batch", value=load.running)
     yield GaugeMetricFamily("hmt_waiting", "Answers that wait for room", value=load.waiting)
-    pages = GaugeMetricFamily("hmt_kv_pages", "Pages of keys and values", labels=["state"])
     free = load.free_tokens // PAGE_TOKENS
-    pages.add_metric(["free"], free)
-    pages.add_metric(["reserved"], load.capacity_tokens // PAGE_TOKENS - free)
-    yield pages
+    pages = {"free": free, "reserved": load.capacity_tokens // PAGE_TOKENS - free}
+    yield _labelled(GaugeMetricFamily, "hmt_kv_pages", "Pages of keys and values", "state", pages)
     yield GaugeMetricFamily(
         "hmt_pressure", "How scarce pages are: 0 easy, 1 tight, 2 short", value=load.pressure
     )
@@ -80,12 +92,9 @@ def _load(load: Load) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "hmt_batch_limit", "Answers in the batch beyond which none is admitted", value=load.most
     )
-    gave_way = CounterMetricFamily(
-        "hmt_preemptions", "Times that an answer had to wait again, by kind", labels=["kind"]
-    )
-    gave_way.add_metric(["parked"], load.parked)
-    gave_way.add_metric(["dropped"], load.dropped)
-    yield gave_way
+    text = "Times that an answer had to wait again, by kind"
+    gave_way = {"parked": load.parked, "dropped": load.dropped}
+    yield _labelled(CounterMetricFamily, "hmt_preemptions", text, "kind", gave_way)
     yield _histogram("hmt_batch_size", "Answers that had tokens in a step", load.batches)
 
 
@@ -105,60 +114,39 @@ def _memory(summary: RunSummary) -> Iterator[Metric]:
     used = GaugeMetricFamily(
         "hmt_used_bytes", "Of the budget, by tier and purpose", labels=["tier", "purpose"]
     )
-    budget = GaugeMetricFamily("hmt_budget_bytes", "Allowed, by tier", labels=["tier"])
-    budget.add_metric(["host"], summary.budget_bytes)
+    budget = {"host": summary.budget_bytes}
+    weights = {"host": summary.resident_bytes, "disk": summary.streamed_bytes}
     for purpose, nbytes in summary.used_bytes.items():
         used.add_metric(["host", purpose], nbytes)
     if summary.device is not None:
-        budget.add_metric(["device"], summary.device.budget_bytes)
+        budget["device"] = summary.device.budget_bytes
+        weights["device"] = summary.device.resident_bytes
         for purpose, nbytes in summary.device.used_bytes.items():
             used.add_metric(["device", purpose], nbytes)
     yield used
-    yield budget
-    weights = GaugeMetricFamily("hmt_weight_bytes", "Weights by home", labels=["tier"])
-    weights.add_metric(["host"], summary.resident_bytes)
-    weights.add_metric(["disk"], summary.streamed_bytes)
-    if summary.device is not None:
-        weights.add_metric(["device"], summary.device.resident_bytes)
-    yield weights
+    yield _labelled(GaugeMetricFamily, "hmt_budget_bytes", "Allowed, by tier", "tier", budget)
+    yield _labelled(GaugeMetricFamily, "hmt_weight_bytes", "Weights by home", "tier", weights)
 
 
 def _pages(summary: RunSummary) -> Iterator[Metric]:
-    if summary.kv is not None:
-        capacity = GaugeMetricFamily(
-            "hmt_kv_level_pages", "Pages that there is room for, by level", labels=["level"]
-        )
-        most = GaugeMetricFamily(
-            "hmt_kv_level_pages_peak", "Pages that were there at once", labels=["level"]
-        )
-        moved = CounterMetricFamily(
-            "hmt_kv_moved_pages", "Pages that went from level to level", labels=["way"]
-        )
-        for level, pages in summary.kv.capacity.items():
-            capacity.add_metric([level], pages)
-        for level, pages in summary.kv.peak.items():
-            most.add_metric([level], pages)
-        for way, pages in summary.kv.moved.items():
-            moved.add_metric([way], pages)
-        stalled = CounterMetricFamily(
+    if (kv := summary.kv) is not None:
+        for kind, name, text, label, values in (
+            (GaugeMetricFamily, "level_pages", "Pages that there is room for, by level", "level",
+             kv.capacity),
+            (GaugeMetricFamily, "level_pages_peak", "Pages that were there at once", "level",
+             kv.peak),
+            (CounterMetricFamily, "moved_pages", "Pages that went from level to level", "way",
+             kv.moved),
+        ):  # fmt: skip
+            yield _labelled(kind, f"hmt_kv_{name}", text, label, values)
+        yield CounterMetricFamily(
             "hmt_kv_drive_stall_seconds",
             "Time in which steps waited for the disk to take pages",
-            value=summary.kv.stalled_s,
+            value=kv.stalled_s,
         )
-        yield from (capacity, most, moved, stalled)
     if summary.prefixes is not None:
-        found = CounterMetricFamily(
-            "hmt_prefix", "What the prefix cache counts, by name", labels=["what"]
-        )
-        for name, count in summary.prefixes.items():
-            found.add_metric([name], count)
-        yield found
-
-
-_SECONDS = {
-    "disk": "waited_s",
-    "device": "device_s",
-}
+        text = "What the prefix cache counts, by name"
+        yield _labelled(CounterMetricFamily, "hmt_prefix", text, "what", summary.prefixes)
 
 
 def _work(summary: RunSummary) -> Iterator[Metric]:
@@ -170,18 +158,18 @@ def _work(summary: RunSummary) -> Iterator[Metric]:
         "hmt_stall_seconds", "Time in steps that waited, by what for", labels=["phase", "cause"]
     )
     moved = CounterMetricFamily("hmt_link_bytes", "Bytes by link", labels=["phase", "link"])
-    leases = CounterMetricFamily(
-        "hmt_block_leases", "Blocks that do not live in memory, when needed", labels=["result"]
-    )
     for name, phase in phases.items():
         tokens.add_metric([name], phase.tokens)
         steps.add_metric([name], phase.steps)
         seconds.add_metric([name], phase.seconds)
-        for cause, field in _SECONDS.items():
-            stalls.add_metric([name, cause], getattr(phase, field))
+        stalls.add_metric([name, "disk"], phase.waited_s)
+        stalls.add_metric([name, "device"], phase.device_s)
         for link in ("disk", "host", "link"):
             moved.add_metric([name, link], getattr(phase, f"{link}_bytes"))
-    both = (summary.prompt, summary.generation)
-    for result in ("hits", "pending", "misses"):
-        leases.add_metric([result], sum(getattr(phase, result) for phase in both))
-    yield from (tokens, steps, seconds, stalls, moved, leases)
+    yield from (tokens, steps, seconds, stalls, moved)
+    leases = {
+        result: sum(getattr(phase, result) for phase in phases.values())
+        for result in ("hits", "pending", "misses")
+    }
+    text = "Blocks that do not live in memory, when needed"
+    yield _labelled(CounterMetricFamily, "hmt_block_leases", text, "result", leases)

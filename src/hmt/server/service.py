@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from fastapi import Request as HttpRequest
 
 from hmt.base.errors import HMTError
-from hmt.contracts.request import Grammar, Pooling, Request, Sampling
+from hmt.contracts.request import Request
 from hmt.engine import LoadedModel
 from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.config import ServerConfig
@@ -21,39 +21,20 @@ if TYPE_CHECKING:
 LATER = -1  # priority of those who let all others go first
 
 
-@dataclass(frozen=True, slots=True)
-class ApiRequest:
-    """What one HTTP request wants of the engine, beside its prompts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiRequest(Request):
+    """What one HTTP request wants of the engine: a Request, whose `input` each of its prompts is.
 
-    longest           tokens of an answer; None: the server's default, or what the context holds;
-                      -1: what the context holds
-    answers           to each prompt; `counted` is the parameter that said so
-    grammar           the form of answers; `formed` is the parameter that said so
-    prompt_logprobs   see Request
-    embedding         likewise
-    reasoning_tokens  likewise
-    min_tokens        likewise
-    stop_token_ids    likewise
-    cache_salt        likewise
+    max_new_tokens   also -1: what the context holds; None: the server's default, or what it holds
+    answers          to each prompt; `counted` is the parameter that said so
+    formed           the parameter that said what the grammar is
     """
 
     owner: str
-    sampling: Sampling
-    longest: int | None
-    answers: int
+    input: list[int] = field(default_factory=list)
+    answers: int = 1
     counted: str = "n"
-    stops: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    priority: int = 0
-    timeout_s: float | None = None
-    grammar: Grammar | None = None
     formed: str = "response_format"
-    prompt_logprobs: int | None = None
-    embedding: Pooling | None = None
-    reasoning_tokens: int | None = None
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -124,7 +105,7 @@ class Service:
         return most if asked.timeout_s is None else min(most, asked.timeout_s)
 
     def _request(self, request: ApiRequest, tokens: list[int]) -> Request:
-        longest, room = request.longest, max(1, self.max_positions - len(tokens))
+        longest, room = request.max_new_tokens, max(1, self.max_positions - len(tokens))
         if longest is None:
             longest = min(room, max(self.config.default_new_tokens, request.min_tokens))
         elif longest == -1:
@@ -137,23 +118,9 @@ class Service:
                 param="min_tokens",
                 code="invalid_value",
             )
-        return Request(
-            tokens,
-            longest,
-            sampling=request.sampling,
-            stop=request.stops,
-            ignore_eos=request.ignore_eos,
-            min_tokens=request.min_tokens,
-            stop_token_ids=request.stop_token_ids,
-            owner=request.owner,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            grammar=request.grammar,
-            prompt_logprobs=request.prompt_logprobs,
-            embedding=request.embedding,
-            reasoning_tokens=request.reasoning_tokens,
-            timeout_s=self._timeout_s(request),
-        )
+        plain = {entry.name: getattr(request, entry.name) for entry in fields(Request)}
+        told = {"input": tokens, "max_new_tokens": longest, "timeout_s": self._timeout_s(request)}
+        return Request(**(plain | told))
 
 
 def service_of(request: HttpRequest, name: str | None = None) -> Service:

@@ -2,5 +2,3 @@
 
 from hmt.bench.load.matrix import Matrix, run
 from hmt.bench.load.report import report_html
-
-__all__ = ["Matrix", "report_html", "run"]

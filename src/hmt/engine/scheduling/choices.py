@@ -36,7 +36,7 @@ class Choices:
 
         places   for sequences to run; there may be room for fewer
         """
-        if self._rooms.can_rewind:
+        if self._rooms.allocator.can_rewind():
             return leader
         if len(waiting) <= places:
             return None
@@ -57,7 +57,7 @@ class Choices:
             return
         every = [*self._running, *self._waiting]
         heir = next((one for one in every if one.prompt_end is end and not one.finished), None)
-        holds = self._rooms.can_rewind or sequence.computed == sequence.prompt_tokens
+        holds = self._rooms.allocator.can_rewind() or sequence.computed == sequence.prompt_tokens
         if heir is None and ended and holds:
             try:
                 self._rooms.hand_over_prompt(sequence, followers[0])

@@ -10,80 +10,57 @@ from hmt.kvcache import KVAllocator
 
 
 class KVOperationLog:
-    """What the scheduler asks of a KVAllocator; notes what changes it."""
+    """Changes what sequences hold as `allocator` does, and notes each change.
 
-    def __init__(self, kv: KVAllocator) -> None:
-        self._kv = kv
+    allocator   what is asked of it changes nothing
+    """
+
+    def __init__(self, allocator: KVAllocator) -> None:
+        self.allocator = allocator
         self._log: list[KVOperation] = []
-        self.can_open = kv.can_open
-        self.can_fork = kv.can_fork
-        self.can_grow = kv.can_grow
-        self.can_resume = kv.can_resume
 
     def take(self) -> tuple[KVOperation, ...]:
         """What was done since the last call."""
         taken, self._log = tuple(self._log), []
         return taken
 
-    @property
-    def capacity_tokens(self) -> int:
-        """Positions in all."""
-        return self._kv.capacity_tokens
-
-    @property
-    def free_tokens(self) -> int:
-        """Positions that no sequence has reserved."""
-        return self._kv.free_tokens
-
-    def can_rewind(self) -> bool:
-        """Whether `rewind` is possible."""
-        return self._kv.can_rewind()
-
-    def can_park(self) -> bool:
-        """Whether others can have the place of a parked sequence."""
-        return self._kv.can_park()
-
     def open(self, tokens: int, /) -> int:
         """Reserve positions for a new sequence."""
-        opened = self._kv.open(tokens)
-        self._log.append(KVOperation("open", (tokens,), opened))
-        return opened
+        return self._do("open", tokens)
 
     def fork(self, sequence: int, held: int, tokens: int, /) -> int:
         """Share the beginning of a sequence with a new one."""
-        opened = self._kv.fork(sequence, held, tokens)
-        self._log.append(KVOperation("fork", (sequence, held, tokens), opened))
-        return opened
+        return self._do("fork", sequence, held, tokens)
 
     def grow(self, sequence: int, tokens: int, /) -> None:
         """Reserve more positions for a sequence."""
-        self._kv.grow(sequence, tokens)
-        self._log.append(KVOperation("grow", (sequence, tokens)))
+        self._do("grow", sequence, tokens)
 
     def shrink(self, sequence: int, tokens: int, /) -> None:
         """Take back what a sequence has reserved and not begun."""
-        self._kv.shrink(sequence, tokens)
-        self._log.append(KVOperation("shrink", (sequence, tokens)))
+        self._do("shrink", sequence, tokens)
 
     def rewind(self, sequence: int, tokens: int, /) -> None:
         """Take back what a sequence holds behind its first positions."""
-        self._kv.rewind(sequence, tokens)
-        self._log.append(KVOperation("rewind", (sequence, tokens)))
+        self._do("rewind", sequence, tokens)
 
     def park(self, sequence: int, /) -> None:
         """Leave a sequence out of steps."""
-        self._kv.park(sequence)
-        self._log.append(KVOperation("park", (sequence,)))
+        self._do("park", sequence)
 
     def resume(self, sequence: int, tokens: int, /) -> None:
         """Let a parked sequence take part again."""
-        self._kv.resume(sequence, tokens)
-        self._log.append(KVOperation("resume", (sequence, tokens)))
+        self._do("resume", sequence, tokens)
 
     def close(self, sequence: int, /) -> None:
         """Free what a sequence has."""
-        self._kv.close(sequence)
-        self._log.append(KVOperation("close", (sequence,)))
+        self._do("close", sequence)
+
+    def _do(self, name: str, *arguments: int) -> int:
+        """Do it; the handle of the sequence that it opened, if any."""
+        opened: int = getattr(self.allocator, name)(*arguments) or 0
+        self._log.append(KVOperation(name, arguments, opened))
+        return opened
 
 
 def repeat_operations(

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-from typing_extensions import override
-
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine.scheduling.kv_operations import KVOperationLog
@@ -12,30 +10,18 @@ from hmt.kvcache.prefix import PrefixCache
 
 
 class KVReservation:
-    """Keeps `kv`, `room` and `computed` of sequences.  Only for the engine's thread."""
+    """Keeps `kv`, `room` and `computed` of sequences.  Only for the engine's thread.
 
-    @override
+    allocator   of `kv`, for questions
+    """
+
     def __init__(
         self, kv: KVOperationLog, prefixes: PrefixCache | None, salt: Callable[[SequenceState], str]
     ) -> None:
         self._kv = kv
+        self.allocator = kv.allocator
         self._prefixes = prefixes
         self._salt = salt
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Positions in all."""
-        return self._kv.capacity_tokens
-
-    @property
-    def free_tokens(self) -> int:
-        """Positions that no sequence has reserved."""
-        return self._kv.free_tokens
-
-    @property
-    def can_park(self) -> bool:
-        """Whether `park` leaves others the place of a sequence."""
-        return self._kv.can_park()
 
     def enter(self, sequence: SequenceState, positions: int, spare: int) -> bool:
         """Reserve `positions` for a sequence that does not run, if `spare` others stay free.
@@ -44,11 +30,11 @@ class KVReservation:
         is on the disk.
         """
         if sequence.kv is not None:
-            if not self._kv.can_resume(sequence.kv, positions + spare):
+            if not self.allocator.can_resume(sequence.kv, positions + spare):
                 return False
             self._kv.resume(sequence.kv, positions)
         elif self._prefixes is None:
-            if not self._kv.can_open(positions + spare):
+            if not self.allocator.can_open(positions + spare):
                 return False
             sequence.kv = self._kv.open(positions)
         else:
@@ -68,17 +54,12 @@ class KVReservation:
         """Let a sequence begin with the prompt that `leader` holds, if `spare` others stay free."""
         assert leader.kv is not None
         prompt = sequence.prompt_tokens
-        if not self._kv.can_fork(leader.kv, prompt, positions + spare):
+        if not self.allocator.can_fork(leader.kv, prompt, positions + spare):
             return False
         sequence.kv = self._kv.fork(leader.kv, prompt, positions)
         sequence.computed = prompt
         sequence.reserved_tokens = round_up(positions, PAGE_TOKENS)
         return True
-
-    @property
-    def can_rewind(self) -> bool:
-        """Whether a sequence that has answered still holds all that its prompt left."""
-        return self._kv.can_rewind()
 
     def copy_prompt(self, leader: SequenceState, sequence: SequenceState) -> bool:
         """Let a sequence that waits hold the prompt of `leader`, if there is room."""
@@ -106,7 +87,7 @@ class KVReservation:
     def grow(self, sequence: SequenceState, positions: int) -> bool:
         """Let a sequence have so many positions, if there is room."""
         assert sequence.kv is not None
-        if not self._kv.can_grow(sequence.kv, positions):
+        if not self.allocator.can_grow(sequence.kv, positions):
             return False
         self._kv.grow(sequence.kv, positions)
         sequence.reserved_tokens = max(sequence.reserved_tokens, round_up(positions, PAGE_TOKENS))

@@ -67,6 +67,7 @@ class Scheduler:
         begin_answer   chooses the first token of a sequence by the logits of another's prompt
         """
         self.kv = KVOperationLog(kv)
+        self._allocator = kv
         self._rooms = KVReservation(self.kv, prefixes, salt)
         self._chunk = max_prefill_tokens
         self._border = border
@@ -95,8 +96,8 @@ class Scheduler:
         return Load(
             len(self._waiting),
             len(self._running),
-            self._rooms.capacity_tokens,
-            self._rooms.free_tokens,
+            self._allocator.capacity_tokens,
+            self._allocator.free_tokens,
             self._limit.level,
             self._limit.used,
             self._limit.most,
@@ -118,13 +119,13 @@ class Scheduler:
         if not isinstance(owner, str) or not isinstance(salt, str):
             raise RequestError(f"owner {owner!r} and cache_salt {salt!r} must be text")
         needed = -(-sequence.max_total_tokens // PAGE_TOKENS) * PAGE_TOKENS
-        if needed > self._rooms.capacity_tokens:
+        if needed > self._allocator.capacity_tokens:
             raise ContextLengthError(
                 f"a prompt of {sequence.prompt_tokens} tokens and "
                 f"{sequence.max_total_tokens - sequence.prompt_tokens} new ones need {needed} "
                 f"positions, in pages of {PAGE_TOKENS}; "
-                f"the plan has {self._rooms.capacity_tokens}: shorten them, or load the model with "
-                "a larger context (--context)"
+                f"the plan has {self._allocator.capacity_tokens}: shorten them, or load the model "
+                "with a larger context (--context)"
             )
 
     def add(self, sequence: SequenceState) -> None:
@@ -266,7 +267,7 @@ class Scheduler:
             if sequence not in self._running or sequence.reserved_tokens >= needed:
                 continue
             ahead = min(sequence.max_total_tokens, needed + _AHEAD)
-            if self._rooms.free_tokens < 2 * _AHEAD or not self._rooms.grow(sequence, ahead):
+            if self._allocator.free_tokens < 2 * _AHEAD or not self._rooms.grow(sequence, ahead):
                 while sequence in self._running and not self._rooms.grow(sequence, needed):
                     self._give_up_some()
         return self._dropped > before
@@ -292,7 +293,7 @@ class Scheduler:
         self._waiting.restore(self._places.pop(sequence.number))
         self._full = False
         sequence.preemptions += 1
-        if park and self._rooms.can_park:
+        if park and self._allocator.can_park():
             self._rooms.park(sequence)
             self._parked += 1
         else:
@@ -334,7 +335,7 @@ class Scheduler:
         self._dropped += 1
 
     def _update_batch_limit(self, *, sent_back: bool) -> None:
-        free, every = self._rooms.free_tokens, self._rooms.capacity_tokens
+        free, every = self._allocator.free_tokens, self._rooms.allocator.capacity_tokens
         longest = sum(max(0, one.max_total_tokens - one.reserved_tokens) for one in self._running)
         self._limit.update(
             1 - free / every if every else 1.0,
@@ -391,7 +392,7 @@ class Scheduler:
         end = sequence.prompt_end
         if end is None or sequence.computed < len(sequence.tokens):
             return
-        if not self._rooms.can_rewind:
+        if not self._allocator.can_rewind():
             sequence.prompt_end = None  # what it appends next takes the prompt from it
         self._begin_first(sequence, end)
         if sequence.finished:
@@ -408,7 +409,7 @@ class Scheduler:
         aside = [one for one in self._put_aside() if one is not head]
         if self._running:
             aside = [one for one in aside if one.priority < head.priority]
-        free = self._rooms.free_tokens
+        free = self._allocator.free_tokens
         needed = self._expected(head) + self._spare() - head.reserved_tokens
         if self._running and free + sum(one.reserved_tokens for one in (*aside, *lower)) < needed:
             return False  # it would be in vain
@@ -435,7 +436,7 @@ class Scheduler:
         leader = sequence.prefix_leader
         if leader is not None:
             return leader.prompt_end is not None or leader not in self._running
-        keeps = sequence.prompt_end is not None and not self._rooms.can_rewind
+        keeps = sequence.prompt_end is not None and not self._allocator.can_rewind()
         return not (keeps and self._choices.followers(sequence))
 
     def _begin(self, sequence: SequenceState) -> None:

@@ -1,6 +1,4 @@
 """GGUF files: their headers, and what llama.cpp calls things."""
 
 from hmt.formats.gguf.checkpoint import is_gguf, open_gguf
-from hmt.formats.gguf.header import GgufHeader, read_gguf
-
-__all__ = ["GgufHeader", "is_gguf", "open_gguf", "read_gguf"]
+from hmt.formats.gguf.header import read_gguf

@@ -1,5 +1,3 @@
 """Finding quantised parameters in checkpoints: one file for each way to publish them."""
 
 from hmt.formats.quantized.detect import find_forms
-
-__all__ = ["find_forms"]

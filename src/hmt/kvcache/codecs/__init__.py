@@ -8,10 +8,8 @@ from hmt.kvcache.codecs.integers import (
     Int8Static,
     static_scales,
 )
-from hmt.kvcache.codecs.interface import Codec
 from hmt.kvcache.codecs.registry import (
     CODECS,
-    RESIDUALS,
     STATIC,
     CodecName,
     DiskCodecName,
@@ -20,25 +18,3 @@ from hmt.kvcache.codecs.registry import (
 )
 from hmt.kvcache.codecs.residual import Residual
 from hmt.kvcache.codecs.sparse import Sparse24, Sparse24Int8
-
-__all__ = [
-    "CODECS",
-    "RESIDUALS",
-    "STATIC",
-    "Calibration",
-    "Codec",
-    "CodecName",
-    "DiskCodecName",
-    "Int4",
-    "Int8PerChannel",
-    "Int8PerToken",
-    "Int8Static",
-    "LayerCodec",
-    "Residual",
-    "Sparse24",
-    "Sparse24Int8",
-    "layer_codecs",
-    "read_scales",
-    "static_scales",
-    "weights_of",
-]

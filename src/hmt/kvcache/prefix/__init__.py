@@ -1,18 +1,6 @@
 """Beginnings of sequences whose KV pages exist already: in memory, and on the disk."""
 
-from hmt.kvcache.prefix.cache import Opened, PrefixCache
+from hmt.kvcache.prefix.cache import PrefixCache
 from hmt.kvcache.prefix.extents import PageExtents
-from hmt.kvcache.prefix.store import PrefixStore, StoreCounters, store_buffer_bytes
-from hmt.kvcache.prefix.tree import PrefixCounters, PrefixTree, keep_prefixes
-
-__all__ = [
-    "Opened",
-    "PageExtents",
-    "PrefixCache",
-    "PrefixCounters",
-    "PrefixStore",
-    "PrefixTree",
-    "StoreCounters",
-    "keep_prefixes",
-    "store_buffer_bytes",
-]
+from hmt.kvcache.prefix.store import PrefixStore, store_buffer_bytes
+from hmt.kvcache.prefix.tree import PrefixTree, keep_prefixes

@@ -125,10 +125,6 @@ class PrefixTree:
         self.counters.hit_tokens += PAGE_TOKENS * len(ids)
         self._use(ids)
 
-    def held_by(self, owner: str) -> int:
-        """Pages that count for `owner`."""
-        return self._holding[owner]
-
     def insert(self, tokens: Tokens, ids: Ints, salt: str = "", owner: str = "") -> int:
         """Hold the whole pages of `tokens`, which lie in `ids`; how many are new.
 

@@ -45,11 +45,6 @@ class Bitmap:
         self._bits |= bits
         self.free += count
 
-    @property
-    def longest_run(self) -> int:
-        """The most numbers in a row that are free."""
-        return self._run(self.count)[1] if self._bits else 0
-
     def _with(self, bits: int, first: int, end: int) -> int:
         run = ((1 << (end - first)) - 1) << first
         if run & (self._bits | bits):  # two would have one place: also under python -O

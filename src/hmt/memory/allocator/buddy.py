@@ -66,11 +66,6 @@ class Buddy:
         if end > first:
             yield first, end - first
 
-    @property
-    def largest_free(self) -> int:
-        """Pages of the longest free run."""
-        return max((length for _, length in self.runs()), default=0)
-
     def _insert(self, start: int, order: int) -> None:
         """A free block; joined with its buddy while that is free too."""
         if start in self._free:

@@ -12,31 +12,9 @@ from hmt.memory.device.interface import (
     CopyEvent,
     Device,
     Event,
-    GraphSegment,
     InlineRecorder,
     SegmentKind,
     SegmentRecorder,
 )
 from hmt.memory.device.link import Link, link_rate, rates_at_once
 from hmt.memory.device.pool import DeviceBuffer, DevicePool
-
-__all__ = [
-    "CapturedStep",
-    "CopyEvent",
-    "Device",
-    "DeviceBuffer",
-    "DevicePool",
-    "Event",
-    "FakeDevice",
-    "GraphSegment",
-    "InlineRecorder",
-    "Link",
-    "SegmentKind",
-    "SegmentRecorder",
-    "gpu_is_usable",
-    "host_buffer",
-    "link_rate",
-    "open_device",
-    "rates_at_once",
-    "wait_for_stream",
-]

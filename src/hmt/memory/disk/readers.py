@@ -92,8 +92,8 @@ def read_failed(path: Path, offset: int, nbytes: int, error: OSError) -> DiskRea
 class PreadReader(DiskReader, VectorReader):
     """`preadv` from descriptors opened with O_DIRECT, or through the page cache."""
 
-    def __init__(self, *, direct: bool = True, files: OpenFiles | None = None) -> None:
-        self._files = files or OpenFiles(direct=direct)
+    def __init__(self, *, direct: bool = True) -> None:
+        self._files = OpenFiles(direct=direct)
 
     @override
     def read_into(self, path: Path, offset: int, view: memoryview) -> int:

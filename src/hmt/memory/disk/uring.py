@@ -7,8 +7,7 @@ import errno
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from typing_extensions import override
@@ -18,7 +17,7 @@ from hmt.base.errors import DiskReadError, HMTError
 from hmt.base.log import warn_once
 from hmt.memory.disk.io_backends import BackendReader, IoBackend, ReadWork, start_threads
 from hmt.memory.disk.io_scheduler import IoRequest, ReadGroup
-from hmt.memory.disk.readers import DiskReader, OpenFiles, PreadReader, VectorReader, read_failed
+from hmt.memory.disk.readers import OpenFiles, PreadReader, read_failed
 
 _MOST_READS = 64  # at once; what limits large ones is the queue's bound on bytes
 _MOST_ENDERS = 8
@@ -41,29 +40,13 @@ def unavailable() -> str | None:
     return None
 
 
-class UringReader(DiskReader, VectorReader, BackendReader):
+class UringReader(PreadReader, BackendReader):
     """Implements DiskReader and BackendReader; single reads are plain `preadv`."""
-
-    def __init__(self) -> None:
-        self._files = OpenFiles(direct=True)
-        self._blocking = PreadReader(files=self._files)
-
-    @override
-    def read_into(self, path: Path, offset: int, view: memoryview) -> int:
-        return self._blocking.read_into(path, offset, view)
-
-    @override
-    def read_vector(self, path: Path, offset: int, views: Sequence[memoryview]) -> int:
-        return self._blocking.read_vector(path, offset, views)
 
     @override
     def issuer(self, depth: int) -> IoBackend:
         capacity = max(depth, _MOST_READS)
         return UringBackend(self._files, extension.find().Ring(capacity), capacity)
-
-    @override
-    def close(self) -> None:
-        self._files.close()
 
 
 class UringBackend(IoBackend):

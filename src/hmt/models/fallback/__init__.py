@@ -2,5 +2,3 @@
 
 from hmt.models.fallback.model import REMARK, Fallback
 from hmt.models.fallback.module_tree import architectures
-
-__all__ = ["REMARK", "Fallback", "architectures"]

@@ -11,7 +11,6 @@ from hmt.base.errors import ConfigError
 # traces: misses are predicted 26% too few to 24% too many, 5% off in the middle.  As if all texts
 # had one working set (0) it was a tenth to all of them, 30% too few in the middle.
 USUAL_INDEPENDENCE = 0.95
-_NEARLY_ALL = 0.9  # of choices
 # Of a layer's experts, those that steps of a size have used: from here on the engine asks for all
 # of them ahead.  With less the disk reads too much: 64 tokens of a small trained model used 70% of
 # 32, which took 30% more bytes, and 512 of one with random weights a half.
@@ -47,13 +46,6 @@ class HitCurve:
         for (left, low), (right, high) in pairwise(self.points):
             if residency < right:
                 return low + (high - low) * max(0.0, residency - left) / (right - left)
-        return 1.0
-
-    def residency(self, hits: float) -> float:
-        """The least at which a cache has such a share of what is chosen."""
-        for (left, low), (right, high) in pairwise(self.points):
-            if hits <= high:
-                return left + (right - left) * max(0.0, hits - low) / (high - low or 1.0)
         return 1.0
 
 
@@ -103,12 +95,6 @@ def shared_hits(curve: HitCurve, residency: float, sequences: float = 1.0) -> fl
     own = own_share(residency, sequences, curve.independence)
     others = (1.0 - residency) / (1.0 - own)  # what no other text has chosen lately
     return 1.0 - (1.0 - curve.hits(own)) * others
-
-
-def working_set(curve: HitCurve, sequences: float = 1.0) -> float:
-    """The share of all experts that `sequences` choose nearly always; the curve is that of one."""
-    own = min(1.0, curve.residency(_NEARLY_ALL))
-    return float(1.0 - (1.0 - own) ** (max(1.0, sequences) ** curve.independence))
 
 
 def own_share(

@@ -219,13 +219,8 @@ class DeviceRoom:
         """The layers that a choice means."""
         chosen = _spread(self.layers, asked.layers)
         dense = [layer for layer in chosen if not layer.sparse]
-        stay = _spread(dense, min(asked.staying, len(dense)))
-        kept = set(stay)
-        away = [layer for layer in dense if layer not in kept]
-        copied = _spread(away, min(asked.copied, len(away)))
-        those = set(copied)
-        on_cpu = [layer for layer in away if layer not in those]
-        found = _Choice(stay, copied, on_cpu, [layer for layer in chosen if layer.sparse])
+        found = _split(dense, min(asked.staying, len(dense)), asked.copied)
+        found.sparse = [layer for layer in chosen if layer.sparse]
         if found.sparse and asked.staging_slots:
             found.staging_slots = asked.staging_slots
             found.expert_slots = min(asked.expert_slots, len(found.sparse[0].wide))
@@ -391,7 +386,8 @@ def _choose(layers: list[_Layer], room: int, share: float, fetched: int) -> _Cho
         least = min((layer.wide_bytes for layer in dense), default=0)
         most = min(len(dense), (room - cores) // least if least else len(dense))
         for staying in range(most, -1, -1):
-            choice = _split(dense, staying, share)
+            # Rounded up: the link also copies while the device computes and the CPU waits.
+            choice = _split(dense, staying, ceil((len(dense) - staying) * share))
             choice.sparse = [layer for layer in chosen if layer.sparse]
             if choice.nbytes <= room:
                 _cache_experts(choice, room, fetched)
@@ -399,14 +395,14 @@ def _choose(layers: list[_Layer], room: int, share: float, fetched: int) -> _Cho
     return _Choice([], [], [])
 
 
-def _split(layers: list[_Layer], staying: int, share: float) -> _Choice:
+def _split(layers: list[_Layer], staying: int, copied: int) -> _Choice:
+    """Of `layers` so many stay, of the others `copied` at most are copied; the CPU has the rest."""
     stay = _spread(layers, staying)
-    kept = {layer.index for layer in stay}
-    away = [layer for layer in layers if layer.index not in kept]
-    # Rounded up: the link also copies while the device computes and the CPU waits.
-    copied = _spread(away, ceil(len(away) * share))
-    those = {layer.index for layer in copied}
-    return _Choice(stay, copied, [layer for layer in away if layer.index not in those])
+    kept = set(stay)
+    away = [layer for layer in layers if layer not in kept]
+    moved = _spread(away, min(copied, len(away)))
+    those = set(moved)
+    return _Choice(stay, moved, [layer for layer in away if layer not in those])
 
 
 def _cache_experts(choice: _Choice, room: int, fetched: int) -> None:

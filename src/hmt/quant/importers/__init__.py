@@ -4,12 +4,3 @@ from hmt.quant.importers.dequantized import DequantizedImporter
 from hmt.quant.importers.interface import InPlaceImporter, WeightImporter
 from hmt.quant.importers.joined import JoinedPieces, Piece
 from hmt.quant.importers.registry import open_importer
-
-__all__ = [
-    "DequantizedImporter",
-    "InPlaceImporter",
-    "JoinedPieces",
-    "Piece",
-    "WeightImporter",
-    "open_importer",
-]

@@ -16,8 +16,6 @@ from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
 
-_FLOATS = {"F32": Encoding.F32, "F16": Encoding.F16, "BF16": Encoding.BF16}
-
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytesInt8(WeightImporter):
@@ -61,7 +59,7 @@ class BitsAndBytesTable(WeightImporter):
 
     @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        return Format(_FLOATS[self.dtype])
+        return Format(Encoding(self.dtype.lower()))
 
     @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:

@@ -3,16 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.quant.importers.bits import DTYPES, as_tensor
 from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_order import turn_back
 from hmt.quant.packed import Format
-
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +35,7 @@ class Floats(WeightImporter):
 
     @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
-        dtype = _DTYPES[self.dtype]
-        raw = parts["data"]
-        if raw.data_ptr() % dtype.itemsize or raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()
-        numbers = raw.view(dtype).view(target.shape)
+        numbers = as_tensor(parts["data"], DTYPES[self.dtype], *target.shape)
         if self.turned:
             numbers = turn_back(numbers, self.turned)
         target.data.copy_(numbers)

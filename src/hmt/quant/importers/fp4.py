@@ -13,11 +13,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import PANEL_BLOCK, Encoding, WeightTensor
+from hmt.kernels.panel_packing import pack_pairs
 from hmt.kernels.reference.packing import E2M1
 from hmt.quant.importers.bits import as_tensor, unpack_nibbles
 from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.importers.row_chunks import row_chunks
-from hmt.quant.packed import Format, pack_groups, pack_pairs
+from hmt.quant.packed import Format, pack_groups
 
 _NVFP4_GROUP = 16
 _MXFP4_GROUP = 32

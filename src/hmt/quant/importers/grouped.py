@@ -9,8 +9,9 @@ from torch import Tensor
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import PANEL_BLOCK, Encoding, WeightTensor
+from hmt.kernels.panel_packing import pack_codes, pack_pairs
 from hmt.quant.importers.bits import unpack_nibbles
-from hmt.quant.packed import Format, pack_codes, pack_groups, pack_pairs
+from hmt.quant.packed import Format, pack_groups
 
 _GROUPS = (128, 64, 32, 16)  # those that kernels have
 

@@ -11,8 +11,6 @@ from hmt.quant.importers.bits import DTYPES, as_tensor
 from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.packed import Format
 
-_ENCODINGS = {"F32": Encoding.F32, "F16": Encoding.F16, "BF16": Encoding.BF16}
-
 
 @dataclass(frozen=True, slots=True)
 class StackedFloats(WeightImporter):
@@ -34,7 +32,7 @@ class StackedFloats(WeightImporter):
 
     @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        return Format(_ENCODINGS[self.dtype])
+        return Format(Encoding(self.dtype.lower()))
 
     @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:

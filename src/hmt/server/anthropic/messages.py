@@ -53,9 +53,8 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     asked = ApiRequest(
         owner=request.state.owner,
         sampling=body.sampling,
-        longest=body.max_tokens,
-        answers=1,
-        stops=tuple(body.stop_sequences or ()),
+        max_new_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
         reasoning_tokens=thought.limit,
         grammar=called or body.grammar,
         formed="tools" if called else "output_config",

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from hmt.contracts.request import Pooling, Sampling
+from hmt.contracts.request import Pooling
 from hmt.server.errors import ApiError
 from hmt.server.openai.schemas import EmbeddingsBody
 from hmt.server.service import ApiRequest, Service, service_of
@@ -36,9 +36,7 @@ async def embeddings(body: EmbeddingsBody, request: Request) -> Response:
     pooling = await asyncio.to_thread(_pooling, folder) if body.pooling is None else body.pooling
     asked = ApiRequest(
         owner=request.state.owner,
-        sampling=Sampling(),
-        longest=0,
-        answers=1,
+        max_new_tokens=0,
         timeout_s=body.timeout,
         embedding=Pooling(pooling),
     )

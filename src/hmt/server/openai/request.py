@@ -23,10 +23,10 @@ def api_request(
     return ApiRequest(
         owner=request.state.owner,
         sampling=body.sampling(logprobs),
-        longest=longest,
+        max_new_tokens=longest,
         answers=answers,
         counted="n" if answers == body.choices else "best_of",
-        stops=body.stops,
+        stop=body.stops,
         ignore_eos=bool(body.ignore_eos),
         min_tokens=body.min_tokens or 0,
         stop_token_ids=tuple(body.stop_token_ids or ()),

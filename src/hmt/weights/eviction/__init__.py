@@ -8,5 +8,3 @@ from hmt.weights.eviction.heat import Heat
 from hmt.weights.eviction.interface import EvictionPolicy
 from hmt.weights.eviction.lru import LRU
 from hmt.weights.eviction.registry import POLICIES, open_policy
-
-__all__ = ["LRU", "POLICIES", "DenseByScan", "EvictionPolicy", "Heat", "open_policy"]

@@ -15,21 +15,3 @@ from hmt.weights.pack.source import Subject
 from hmt.weights.pack.tables import lay_out_pack
 from hmt.weights.pack.verify import Damage, verify_pack
 from hmt.weights.pack.writer import PackWriter
-
-__all__ = [
-    "MANIFEST",
-    "Buffers",
-    "CopiedFile",
-    "Damage",
-    "Manifest",
-    "Pack",
-    "PackWriter",
-    "PackedBlock",
-    "Subject",
-    "encode",
-    "lay_out_pack",
-    "looks_like_pack",
-    "open_pack",
-    "read_manifest",
-    "verify_pack",
-]

@@ -119,11 +119,6 @@ class PackWriter:
         self._unrecorded_bytes = 0
         self._synced_at = time.monotonic()
 
-    @property
-    def resumes(self) -> bool:
-        """Whether an earlier conversion has left something to go on with."""
-        return bool(self._draft.journal.seals)
-
     def run(
         self,
         queue: ReadQueue,

@@ -291,11 +291,6 @@ class WeightStore:
         entry = self._holders[buffer]
         entry.views = entry.layout.views(buffer.tensor)
 
-    def cached_blocks(self) -> list[BlockId]:
-        """Blocks in slots now, coldest first."""
-        with self._changed:
-            return list(self._policy.eviction_order())
-
     # Inside, with the lock held, but for _give_back
 
     def _take(self, entry: BlockState) -> None:

