@@ -20,6 +20,7 @@ from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN,
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,
+    DeltaHeads,
     Expert,
     FeedForward,
     LogitStats,
@@ -40,6 +41,7 @@ __all__ = [
     "ATTENTION_WORKSPACE_BYTES",
     "AttentionInputs",
     "AttentionMetadata",
+    "DeltaHeads",
     "Expert",
     "FeedForward",
     "LogitStats",
@@ -62,11 +64,13 @@ __all__ = [
     "attention_inputs",
     "attention_output",
     "biased_sigmoid_topk",
+    "causal_conv",
     "dequantize",
     "draw",
     "experts",
     "feed_forward",
     "gated",
+    "gated_delta_rule",
     "gated_pair",
     "grouped_softmax_topk",
     "kernel_seconds",
@@ -128,6 +132,9 @@ attend_part = by_device_of("query", reference.attend_part)
 page_masses = by_device_of("query", reference.page_masses)
 append_attend_pages = by_device_of("heads", reference.append_attend_pages)
 attention_inputs = by_device_of("hidden", reference.attention_inputs)
+
+causal_conv = by_device_of("x", reference.causal_conv)
+gated_delta_rule = by_device_of("qkv", reference.gated_delta_rule)
 
 softmax_topk = by_device_of("logits", reference.softmax_topk)
 grouped_softmax_topk = by_device_of("logits", reference.grouped_softmax_topk)

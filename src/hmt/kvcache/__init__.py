@@ -8,6 +8,8 @@ from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.page_layout import page_bytes
 from hmt.kvcache.page_pool import PagePool
 from hmt.kvcache.paged_cache import PagedKV
+from hmt.kvcache.recurrent_state import StateStore
+from hmt.kvcache.sequence_slots import SequenceSlots
 from hmt.kvcache.split_cache import AnyKV, SplitKVCache
 
 __all__ = [
@@ -19,7 +21,9 @@ __all__ = [
     "PagePool",
     "PagedKV",
     "SequencePages",
+    "SequenceSlots",
     "SplitKVCache",
+    "StateStore",
     "TieredKV",
     "group_bytes_as",
     "kv_sizes",

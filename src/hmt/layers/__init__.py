@@ -1,7 +1,9 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
+from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
+from hmt.layers.gated_attention import GatedAttention
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
@@ -25,6 +27,8 @@ __all__ = [
     "Experts",
     "FusableLayer",
     "FusedLayers",
+    "GatedAttention",
+    "GatedDeltaNet",
     "GatedFFN",
     "GroupedSoftmaxRouter",
     "LatentAttention",

@@ -58,6 +58,7 @@ from hmt.kernels.reference.matmul import (
     quantize_activation_blocks,
     quantize_activations,
 )
+from hmt.kernels.reference.recurrent import DeltaHeads, causal_conv, gated_delta_rule
 from hmt.kernels.reference.routing import (
     biased_sigmoid_topk,
     grouped_softmax_topk,
@@ -84,6 +85,7 @@ __all__ = [
     "AttentionInputs",
     "AttentionMetadata",
     "Cuts",
+    "DeltaHeads",
     "Expert",
     "ExpertShares",
     "ExpertSlots",
@@ -107,6 +109,7 @@ __all__ = [
     "biased_sigmoid_topk",
     "block_table",
     "can_copy_pages",
+    "causal_conv",
     "combine_parts",
     "copy_pairs",
     "dequantize",
@@ -119,6 +122,7 @@ __all__ = [
     "fetch_experts",
     "fixed_runs",
     "gated",
+    "gated_delta_rule",
     "gated_pair",
     "grouped_softmax_topk",
     "head_products",
