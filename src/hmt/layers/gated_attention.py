@@ -65,4 +65,4 @@ class GatedAttention:
             ops.rms_norm_inplace(key, params["k_norm"].data, norm.eps, offset=norm.offset)
         ops.rope_inplace(query, key, *own.rotary.cos_sin(step))
         out = kv.append_attend(layer, step, heads, scale=own.scale, softcap=own.softcap)
-        return project(out * gate.flatten(1).sigmoid(), params, "o_proj")
+        return project(ops.sigmoid_gated(out, gate.flatten(1)), params, "o_proj")

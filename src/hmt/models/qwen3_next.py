@@ -142,7 +142,8 @@ class DeltaHybrid(Decoder):
             routing = self.router(x, params)
             # On their way while the shared one computes.
             request_experts(x, routing, hidden, index, self.expert, weights)
-            shared = self.shared(x, params) * project(x, params, "shared_gate").sigmoid()
+            shared = self.shared(x, params)
+            shared = ops.sigmoid_gated(shared, project(x, params, "shared_gate"))
         return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
 
 

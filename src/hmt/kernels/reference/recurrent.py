@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from hmt.contracts.store import StateRun
+from hmt.kernels.reference.elementwise import sigmoid
 
 _EPS = 1e-6  # of the norm of queries and keys, as in transformers and in fla
 
@@ -59,7 +59,7 @@ def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, runs: Sequence[StateRu
         total = rows[: run.length] * taps[0]
         for tap in range(1, before + 1):
             total = total + rows[tap : tap + run.length] * taps[tap]
-        out[run.tokens] = functional.silu(total).to(x.dtype)
+        out[run.tokens] = (total * sigmoid(total)).to(x.dtype)
         tail.copy_(rows[run.length :].T)
     return out
 
@@ -94,9 +94,9 @@ def gated_delta_rule(
     shared = heads.heads // heads.key_heads
     query, key = query.repeat_interleave(shared, 1), key.repeat_interleave(shared, 1)
     value = value.unflatten(1, (heads.heads, -1))
-    stays = functional.softplus(decay.float() + decay_bias.float())
+    stays = _softplus(decay.float() + decay_bias.float())
     stays = (-decay_scale.float().exp() * stays).exp()
-    learns = rate.float().sigmoid()
+    learns = sigmoid(rate)
     out = torch.empty_like(value)
     for run in runs:
         state = states[run.slot]
@@ -109,6 +109,11 @@ def gated_delta_rule(
             state += k * missing[:, None]
             out[at] = (state * query[at][:, :, None]).sum(1)
     return out.to(qkv.dtype)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), of functions that round a number alike wherever it stands: see `sigmoid`."""
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def _unit(x: Tensor) -> Tensor:
