@@ -297,7 +297,7 @@ class KVMemory:
         codec, at, seen = cold.usual.partition("@")
         cold = replace(cold, usual=f"{codec}{at}{scales.get(seen, seen)}")
         ways = setting.warm or "exact", cold.usual, cold.low or cold.usual
-        layers = dict(enumerate(model.spec.kv))
+        layers = model.spec.kv_layers
         far = [group_bytes_as(name, layers, model.dtype) / GROUP_PAGES for name in ways]
         near = sizes.device_page
         if setting.near != "exact":

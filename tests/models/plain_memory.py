@@ -15,7 +15,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.model import Model, ModelSpec
 from hmt.contracts.step import Segment, SegmentRequest, Step
-from hmt.contracts.store import LeasedGroup, Priority
+from hmt.contracts.store import LeasedGroup, Priority, RecurrentState, StateRun
 from hmt.kernels import ops
 from hmt.models import open_model
 
@@ -101,7 +101,9 @@ class PlainKV:
     """A KVCache that keeps each sequence's rows in one growing tensor per layer."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self.layers = spec.kv
+        self.layers = spec.kv_layers
+        self.states = spec.state_layers
+        self.slots: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
         self.keys: dict[tuple[int, int], torch.Tensor] = {}
         self.values: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -146,6 +148,15 @@ class PlainKV:
         query, key, value = heads.split((heads.shape[1] - 2 * kept, kept, kept), dim=1)
         self.append(layer, step, key, value)
         return self.attend(layer, step, query, **options).flatten(1)
+
+    def state(self, layer: int, step: Step) -> RecurrentState:
+        """One slot for each run, which are views of what sequences keep: not what engines do."""
+        runs, kept = [], []
+        for slot, run in enumerate(step.segments):
+            runs.append(StateRun(slot, run.offset, run.length, run.start == 0))
+            fresh = {one.name: torch.full(one.shape, 7.0) for one in self.states[layer]}
+            kept.append(self.slots.setdefault((layer, run.sequence), fresh))
+        return RecurrentState({name: [own[name] for own in kept] for name in kept[0]}, runs)
 
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]

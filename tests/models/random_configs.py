@@ -152,6 +152,54 @@ def _qwen3_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
     )
 
 
+def _delta(rng: random.Random, **given: Any) -> dict[str, Any]:
+    """Two delta nets, attention, a delta net; several value heads for each key head."""
+    kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    key_heads = rng.choice([1, 2, 3])
+    sizes = {
+        "num_hidden_layers": 4,
+        "layer_types": kinds,
+        "head_dim": rng.choice([8, 12]),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * rng.choice([1, 2, 3]),
+        "linear_key_head_dim": rng.choice([6, 8, 10]),
+        "linear_value_head_dim": rng.choice([5, 8, 12]),
+        "linear_conv_kernel_dim": rng.choice([3, 4]),
+        "partial_rotary_factor": 0.5,
+    }
+    return _dense(rng, **(sizes | given))
+
+
+def _delta_experts(rng: random.Random, **given: Any) -> dict[str, Any]:
+    experts = {
+        "num_experts": 7,
+        "num_experts_per_tok": rng.choice([2, 3]),
+        "moe_intermediate_size": rng.choice([12, 20]),
+        "shared_expert_intermediate_size": rng.choice([10, 24]),
+    }
+    return _delta(rng, **(experts | given))
+
+
+def _qwen3_next(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _delta_experts(rng, linear_num_key_heads=2, linear_num_value_heads=6)
+    yield _delta_experts(rng, decoder_sparse_step=2, norm_topk_prob=False, attention_bias=True)
+    whole = {"partial_rotary_factor": 1.0, "linear_conv_kernel_dim": 2}
+    yield _delta_experts(rng, mlp_only_layers=[0], tie_word_embeddings=True, **whole, **_rope(YARN))
+
+
+def _qwen3_5(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _delta(rng, linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4)
+    yield _delta(rng, attention_bias=True, tie_word_embeddings=True)
+    first = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+    yield _delta(rng, layer_types=first, **_rope({**YARN, "partial_rotary_factor": 0.5}))
+
+
+def _qwen3_5_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _delta_experts(rng, linear_num_key_heads=2, linear_num_value_heads=4)
+    yield _delta_experts(rng, attention_bias=True, linear_conv_kernel_dim=2)
+    yield _delta_experts(rng, tie_word_embeddings=True, num_experts_per_tok=1)
+
+
 def _latent(rng: random.Random, **given: Any) -> dict[str, Any]:
     heads = rng.choice([2, 3, 5])
     sizes = {
@@ -217,6 +265,9 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
+    "qwen3_next": _qwen3_next,
+    "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
 }
 
 

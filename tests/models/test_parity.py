@@ -23,7 +23,11 @@ class Pair:
 
     def check(self, prompt: int, first: int, logits: torch.Tensor) -> None:
         wanted = self.wanted[prompt][first : first + len(logits)]
-        torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+        atol = TOLERANCE
+        if self.bench.model.spec.state:
+            # transformers' chunks of the delta rule solve equations, where HMT goes token by token.
+            atol *= max(1.0, float(self.wanted[prompt].std()))
+        torch.testing.assert_close(logits, wanted, atol=atol, rtol=0)
 
 
 @pytest.fixture(scope="module", params=cases(), ids=lambda case: case.name)

@@ -16,7 +16,7 @@ from hmt.base.errors import ConfigError
 from hmt.contracts.kv import PinnedPages, min_device_pages
 from hmt.contracts.plan import Tier
 from hmt.kernels import ops
-from hmt.kvcache import PagedKV, TieredKV
+from hmt.kvcache import PagedKV, SequenceSlots, StateStore, TieredKV
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
 from hmt.kvcache.page_store import PageStore
@@ -56,7 +56,7 @@ def test_a_prompt_may_begin_with_what_another_computed(
     case: Case, tiered: bool, pool: HostPool, tmp_path: Path
 ) -> None:
     bench = bench_of(random_reference(case.config, case.seed), tmp_path)
-    kept = dict(enumerate(bench.model.spec.kv))
+    kept = bench.model.spec.kv_layers
     rng = random.Random(case.seed)
     one, two = ([rng.randrange(case.config.vocab_size) for _ in range(LENGTH)] for _ in range(2))
     two[:SHARED] = one[:SHARED]
@@ -64,7 +64,7 @@ def test_a_prompt_may_begin_with_what_another_computed(
     wanted = logits(bench, 0, 0, two)
     extents = PageExtents(kept, F32)
     for after_restart in (False, True):
-        kv = opened(kept, pool, tiered)
+        kv = opened(kept, pool, tiered, bench.model.spec.state_layers)
         try:
             if kv is None:
                 return
@@ -87,10 +87,17 @@ def test_a_prompt_may_begin_with_what_another_computed(
                 kv.release()
 
 
-def opened(kept: dict, pool: HostPool, tiered: bool) -> TieredKV | PagedKV | None:
-    """A cache; None where windows keep prompts from sharing, which it says."""
+def opened(kept: dict, pool: HostPool, tiered: bool, states: dict) -> TieredKV | PagedKV | None:
+    """A cache; None where windows or states keep prompts from sharing, which it says."""
+    state = StateStore(states, SequenceSlots(2, 1), pool) if states else None
     if not tiered:
-        return PagedKV(kept, 2 * LENGTH + 16, torch.float32, pool)
+        paged = PagedKV(kept, 2 * LENGTH + 16, torch.float32, pool, state=state)
+        if state is None:
+            return paged
+        with pytest.raises(ConfigError, match="recurrent state"):
+            keep_prefixes(paged.allocator)
+        paged.release()
+        return None
     whole = {index: layer for index, layer in kept.items() if not layer.window}
     rings = [
         SlidingWindowPages(
@@ -99,8 +106,8 @@ def opened(kept: dict, pool: HostPool, tiered: bool) -> TieredKV | PagedKV | Non
         for window in sorted({layer.window for layer in kept.values()} - {0})
     ]
     hot = PageStore(whole, PAGES, F32, pool)
-    kv = TieredKV(hot, None, None, rings, KV_EVICTION["a2cr"], chunk=CHUNK)
-    if not rings:
+    kv = TieredKV(hot, None, None, rings, KV_EVICTION["a2cr"], chunk=CHUNK, state=state)
+    if not rings and state is None:
         return kv
     with pytest.raises(ConfigError, match="sliding window"):
         keep_prefixes(kv.allocator)

@@ -34,7 +34,8 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
         wanted = reference(torch.tensor([tokens]), **case.options).logits[0]
     config = EngineConfig.resolve(host_memory="64MiB", **OPTIONS)
     least = smallest_budget(prepare(tmp_path, config).demand, PlanOptions(0, 64, 16))
-    found = []
+    found, kind = [], case.config.model_type
+    apart = any(name in kind for name in ("deepseek", "qwen3_next", "qwen3_5"))
     ways = [(1 << 26, "overlapped"), (least, "overlapped")]
     ways += [((1 << 26, least)[case.seed % 2], "plain")]  # a family has variants of both kinds
     for budget, executor in ways:
@@ -43,10 +44,11 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
             assert (model.summary().streamed_bytes > 0) == (budget == least)
             if executor == "overlapped":
                 together = model._core.runner.executor._together is not None
-                latent = "deepseek" in case.config.model_type
-                assert together == (budget > least and not latent and extension.load() is not None)
+                assert together == (budget > least and not apart and extension.load() is not None)
             found.append(model.logits(tokens, range(len(tokens)), prefill=PROMPT_TOKENS))
-    torch.testing.assert_close(found[0], wanted, atol=TOLERANCE, rtol=0)
+    # As in test_parity: of models with recurrent state, transformers computes chunks otherwise.
+    atol = TOLERANCE * (max(1.0, float(wanted.std())) if apart and "qwen3" in kind else 1)
+    torch.testing.assert_close(found[0], wanted, atol=atol, rtol=0)
     for other in found[1:]:
         assert torch.equal(found[0], other)
 

@@ -23,7 +23,9 @@ def latent(heads: int = 4, kv_rank: int = 128, nope: int = 64, value: int = 64) 
 
 
 def load_of(attention: LatentAttention) -> LayerWork:
-    spec = SimpleNamespace(kv=(attention.kv,), attention_heads=attention.heads)
+    spec = SimpleNamespace(
+        kv=(attention.kv,), kv_layers={0: attention.kv}, attention_heads=attention.heads
+    )
     demand: Any = SimpleNamespace(spec=spec, kv_token_bytes=320)
     add_attention([load := LayerWork()], demand, {})
     return load

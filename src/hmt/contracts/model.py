@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import Protocol
 
 import torch
@@ -67,6 +67,26 @@ class KVLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensor:
+    """Numbers that one layer keeps of a sequence, as many for any length of it; f32.
+
+    They are zero before the first token.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one sequence."""
+        return 4 * prod(self.shape)
+
+
+# What a layer keeps of a sequence besides KV pages: recurrent state.  Empty: nothing.
+LayerState = tuple[StateTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryBorder:
     """Rotary frequencies of sequences longer than `positions` differ from those of shorter ones.
 
@@ -91,6 +111,8 @@ class ModelSpec:
     experts_per_token   routed experts that one token reads in each layer that has experts
     together            whether a step of few tokens computes all layers in one call, where all
                         their blocks stay in host memory
+    kv                  by layer; None: it keeps no KV
+    state               by layer: recurrent state; () where no layer has any
     """
 
     architecture: str
@@ -99,7 +121,7 @@ class ModelSpec:
     vocab_size: int
     max_context: int
     blocks: tuple[BlockSpec, ...]
-    kv: tuple[KVLayer, ...]
+    kv: tuple[KVLayer | None, ...]
     activation_width: int
     attention_heads: int = 1
     piece_width: int = 0
@@ -109,6 +131,22 @@ class ModelSpec:
     remarks: tuple[str, ...] = ()  # what the user should know of how it runs
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
     rotary_border: RotaryBorder | None = None
+    state: tuple[LayerState, ...] = ()
+
+    @property
+    def kv_layers(self) -> dict[int, KVLayer]:
+        """What those layers keep per token that keep KV, by index."""
+        return {index: layer for index, layer in enumerate(self.kv) if layer is not None}
+
+    @property
+    def state_layers(self) -> dict[int, LayerState]:
+        """What those layers keep of a sequence that have recurrent state, by index."""
+        return {index: state for index, state in enumerate(self.state) if state}
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent state of one sequence, over all layers."""
+        return sum(tensor.nbytes for state in self.state for tensor in state)
 
 
 class FusedLayers(Protocol):

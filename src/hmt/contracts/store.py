@@ -138,11 +138,51 @@ class Weights(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """A run of a step, and where its sequence's recurrent state is.
+
+    slot    index of the state in the tensors of all sequences
+    offset  index of the run's first token in the step's flat arrays
+    begins  The run begins with the sequence's first token: its state counts as zero, whatever the
+            slot holds.
+    """
+
+    slot: int
+    offset: int
+    length: int
+    begins: bool
+
+    @property
+    def tokens(self) -> slice:
+        """This run's part of the step's flat arrays."""
+        return slice(self.offset, self.offset + self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """One layer's recurrent state, as a step reads and writes it.
+
+    tensors   by the names of `LayerState`: f32 [slots, *shape], changed in place
+    runs      of the step, in the order of its flat arrays
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    runs: Sequence[StateRun]
+
+
 class KVCache(Protocol):
-    """Keys and values of all sequences.
+    """Keys and values of all sequences, and recurrent state.
 
     Attention is asked for here, so that it can run where the pages lie.
     """
+
+    def state(self, layer: int, step: Step) -> RecurrentState:
+        """The recurrent state of a layer that has one, for the runs of `step`.
+
+        The layer advances it by the step's tokens, once.  Valid until the next step.
+        """
+        ...
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write the step's tokens: key [tokens, heads, key_dim], value [tokens, heads, value_dim].

@@ -223,7 +223,7 @@ class EngineCore:
             self._run_alone,
             chunk=self._plan.max_prefill_tokens,
             vocab_size=self._spec.vocab_size,
-            layers=self._spec.layers,
+            layers=sorted(self._spec.kv_layers),
         )
 
     def search(

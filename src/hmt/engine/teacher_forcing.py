@@ -19,9 +19,15 @@ class TeacherForcing:
     """Steps of one sequence whose tokens are given.  Only for the engine's thread."""
 
     def __init__(
-        self, kv: KVOperationLog, run: RunAlone, *, chunk: int, vocab_size: int, layers: int
+        self,
+        kv: KVOperationLog,
+        run: RunAlone,
+        *,
+        chunk: int,
+        vocab_size: int,
+        layers: Sequence[int],
     ) -> None:
-        """`chunk` tokens of a prompt at most are computed in a step."""
+        """`chunk` tokens of a prompt at most are computed in a step; `layers` are those with KV."""
         self._kv, self._run = kv, run
         self._chunk = chunk
         self._vocab_size = vocab_size
@@ -41,7 +47,7 @@ class TeacherForcing:
 
         def look(kv: int) -> None:
             run = Segment(kv, len(tokens) - 1, 0, 1)
-            for layer in range(self._layers):
+            for layer in self._layers:
                 see(layer, *cache.read(layer, run))
 
         self._forced(tokens, [], len(tokens), look)

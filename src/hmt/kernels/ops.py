@@ -20,6 +20,7 @@ from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN,
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,
+    DeltaHeads,
     Expert,
     FeedForward,
     LogitStats,
@@ -65,6 +66,7 @@ add_rms_norm_quantize = by_device_of("residual", reference.add_rms_norm_quantize
 rope = by_device_of("x", reference.rope)
 rope_inplace = by_device_of("q", reference.rope_inplace)
 gated = by_device_of("gate", reference.gated)
+sigmoid_gated = by_device_of("x", reference.sigmoid_gated)
 gated_pair = by_device_of("gate_up", reference.gated_pair)
 
 attention = by_device_of("query", reference.attention)
@@ -74,6 +76,9 @@ attend_part = by_device_of("query", reference.attend_part)
 page_masses = by_device_of("query", reference.page_masses)
 append_attend_pages = by_device_of("heads", reference.append_attend_pages)
 attention_inputs = by_device_of("hidden", reference.attention_inputs)
+
+causal_conv = by_device_of("x", reference.causal_conv)
+gated_delta_rule = by_device_of("qkv", reference.gated_delta_rule)
 
 softmax_topk = by_device_of("logits", reference.softmax_topk)
 grouped_softmax_topk = by_device_of("logits", reference.grouped_softmax_topk)

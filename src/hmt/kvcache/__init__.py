@@ -8,4 +8,6 @@ from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.page_layout import page_bytes
 from hmt.kvcache.page_pool import PagePool
 from hmt.kvcache.paged_cache import PagedKV
+from hmt.kvcache.recurrent_state import StateStore
+from hmt.kvcache.sequence_slots import SequenceSlots
 from hmt.kvcache.split_cache import AnyKV, SplitKVCache

@@ -468,6 +468,12 @@ class KVAllocator:
             self._prefixes.evict(max(short, lost, GROUP_PAGES))  # some more at once, as they move
 
     def _too_little(self, pages: int) -> BudgetError:
+        full = [kind.count for kind in self._slots if not kind.can_open(max(1, pages))]
+        if full and pages <= self._free_pages(_NONE):
+            return BudgetError(
+                f"a sequence needs a slot beside its KV pages, and {len(self._sequences)} open "
+                f"ones leave none of {full[0]}; wait until one ends, or raise --max-batch"
+            )
         asked = (
             f"{pages * PAGE_TOKENS} positions of KV were asked for and {self.free_tokens} of "
             f"{self.capacity_tokens} are free"

@@ -1,6 +1,6 @@
 """How pages lie: 16 tokens of KV for all layers of one kind, each page one contiguous extent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 import torch
@@ -10,7 +10,7 @@ from hmt.kernels import ops
 from hmt.kernels.backend import backend_on
 
 
-def page_bytes(layers: Sequence[KVLayer], dtype: torch.dtype) -> int:
+def page_bytes(layers: Iterable[KVLayer], dtype: torch.dtype) -> int:
     """Bytes that 16 positions take over all `layers`, one page per kind."""
     return PAGE_TOKENS * sum(layer.row_width for layer in layers) * dtype.itemsize
 

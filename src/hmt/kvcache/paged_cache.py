@@ -9,12 +9,14 @@ import torch
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.contracts.step import Segment, Step
+from hmt.contracts.store import RecurrentState
 from hmt.kernels import ops
 from hmt.kvcache.allocator import KVAllocator
 from hmt.kvcache.block_tables import BlockTables
 from hmt.kvcache.page_pool import PagePool
 from hmt.kvcache.page_store import PagesByKind, PageStore, Pool, recode
 from hmt.kvcache.page_table import Ints
+from hmt.kvcache.recurrent_state import StateStore
 
 
 class PagedKV:
@@ -33,20 +35,24 @@ class PagedKV:
         pool: Pool[Any],
         encoding: ops.PageEncoding | None = None,
         allocator: KVAllocator | None = None,
+        state: StateStore | None = None,
     ) -> None:
         """Room for `tokens` positions over all sequences.  BudgetError if they do not fit.
 
         layers     all of a model's, or some by index
         encoding   None: numbers are kept in `dtype`
         allocator  of other layers' pages, of as many positions; None: a new one
+        state      of layers of the same place, whose slots `allocator` has; this cache releases it
         """
         layers = layers if isinstance(layers, Mapping) else dict(enumerate(layers))
         pages = round_up(tokens, PAGE_TOKENS) // PAGE_TOKENS
-        self.allocator = allocator or KVAllocator(PagePool(pages))
+        slots = () if state is None else (state.slots,)
+        self.allocator = allocator or KVAllocator(PagePool(pages), slots)
         assert self.allocator.capacity_tokens == pages * PAGE_TOKENS
         self.allocator.attach(self)
         self._store = PageStore(layers, pages, encoding or ops.PageEncoding.of(dtype), pool)
         self._layers = self._store.layers
+        self._state = state
         self._tables = BlockTables(self._store.device)
         self._step: Step | None = None  # of the last call
         self._runs = ops.AttentionMetadata(())  # its runs, the same for every layer
@@ -56,7 +62,9 @@ class PagedKV:
         self._store.copy(int(page[0]), int(to[0]))
 
     def copy_slots(self, sequence: int, to: int) -> None:
-        """Implements KVStorage: all that sequences hold is in pages."""
+        """Implements KVStorage: recurrent state."""
+        if self._state is not None:
+            self._state.copy(sequence, to)
 
     def pages_made(self, ids: Ints) -> None:
         """Implements KVStorage: nothing is known of pages."""
@@ -80,6 +88,13 @@ class PagedKV:
     def release(self) -> None:
         """Give the memory back to the pool.  The cache cannot be used afterwards."""
         self._store.release()
+        if self._state is not None:
+            self._state.release()
+
+    def state(self, layer: int, step: Step) -> RecurrentState:
+        """See KVCache."""
+        assert self._state is not None
+        return self._state.of(layer, step)
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""

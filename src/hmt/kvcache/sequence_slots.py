@@ -1,5 +1,7 @@
 """What a sequence holds besides its pages: slots of another size.  Numbers only."""
 
+from collections.abc import Set
+
 import numpy as np
 
 from hmt.kvcache.page_table import Ints
@@ -14,9 +16,15 @@ class SequenceSlots:
     """
 
     def __init__(self, count: int, most: int) -> None:
+        self.count = count
         self.most = most
         self._free = Bitmap(count)
         self._slots: dict[int, Ints] = {}
+
+    @property
+    def sequences(self) -> Set[int]:
+        """Those that have slots."""
+        return self._slots.keys()
 
     def of(self, sequence: int) -> Ints:
         """Slots of a sequence, in the order in which it took them.  Replaced, never changed."""

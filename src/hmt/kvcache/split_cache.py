@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from hmt.contracts.step import Segment, Step
+from hmt.contracts.store import RecurrentState
 from hmt.kernels import ops
 from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.paged_cache import PagedKV
@@ -63,6 +64,10 @@ class SplitKVCache:
     def kernel_metadata(self, step: Step) -> ops.AttentionMetadata:
         """See KVCache: those of host memory."""
         return self._by_device[None].kernel_metadata(step)
+
+    def state(self, layer: int, step: Step) -> RecurrentState:
+        """See KVCache."""
+        return self._of(layer).state(layer, step)
 
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""

@@ -1,8 +1,10 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
+from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
-from hmt.layers.linear import linear_params
+from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
     BiasedSigmoidRouter,

@@ -46,6 +46,10 @@ _COUNTS = (
     "head_dim",
     "intermediate_size",
     "kv_lora_rank",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
     "max_position_embeddings",
     "moe_intermediate_size",
     "n_routed_experts",
@@ -58,11 +62,17 @@ _COUNTS = (
     "q_lora_rank",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
+    "shared_expert_intermediate_size",
     "sliding_window",
     "v_head_dim",
     "vocab_size",
 )
-_PARTIAL = ("phi3",)  # families that read partial_rotary_factor
+_PARTIAL = (
+    "phi3",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # families that read partial_rotary_factor
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _MOST = {"num_hidden_layers": 1 << 13, "vocab_size": 1 << 26, "max_position_embeddings": 1 << 40}
 _MOST |= {"sliding_window": 1 << 40}

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from hmt.base.units import MIB, round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.model import KVLayer, Model, ModelSpec
+from hmt.contracts.model import KVLayer, LayerState, Model, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, ResidentBlock, Weights
 from hmt.kernels import fused_ops, ops
@@ -34,11 +34,12 @@ class Decoder(ABC, Model):
         dtype: torch.dtype,
         *,
         norm: RMSNorm,
-        kv: Sequence[KVLayer],
+        kv: Sequence[KVLayer | None],
         activation_width: int,
         piece_width: int = 0,
         router: Router | None = None,
         ignored: Sequence[str] = (),
+        state: Sequence[LayerState] = (),
     ) -> None:
         """`norm` is the final norm; `kv` has one entry per layer; the rest is as in ModelSpec.
 
@@ -68,6 +69,9 @@ class Decoder(ABC, Model):
             experts_per_token=0 if router is None else router.top_k,
             together=all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
+            # Where its runs lie is said in Python numbers, which a capture would hold fast.
+            capturable=not state,
+            state=tuple(state),
             rotary_border=common_border(rotary.border for rotary in self._rotaries),
         )
         ids = [block.id for block in self.spec.blocks]

@@ -1,6 +1,7 @@
 """Which architectures run, and opening one."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from hmt.models.mixtral import Mixtral
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
+from hmt.models.qwen3_5 import Qwen35, Qwen35Moe
 from hmt.models.qwen3_moe import Qwen3Moe
+from hmt.models.qwen3_next import Qwen3Next
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
 _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
@@ -34,7 +37,16 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Qwen2ForCausalLM": ("qwen2", Qwen2),
     "Qwen3ForCausalLM": ("qwen3", Qwen3),
     "Qwen3MoeForCausalLM": ("qwen3_moe", Qwen3Moe),
+    "Qwen3NextForCausalLM": ("qwen3_next", Qwen3Next),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", Qwen35),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", Qwen35Moe),
 }
+# Of a multimodal model.
+_TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
+_OTHER_PARTS = (
+    r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_audio)\.",
+    r"(^|\.)(embed_vision|vision_embedder)\.",
+)
 # What fields of types and sizes that no published file has end in, where none is checked by name.
 _WRONG = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
@@ -53,6 +65,15 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     configuration that is wrong or asks for something that its family does not compute here.
     """
     try:
+        text = _text_part(config)
+        if text is not None:
+            model = open_model(text, path, dtype)
+            model.spec = replace(
+                model.spec,
+                remarks=(*model.spec.remarks, _TEXT_ONLY),
+                ignored=(*model.spec.ignored, *_OTHER_PARTS),
+            )
+            return model
         names = config.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
         if not isinstance(name, str) or name not in _FAMILIES:
@@ -66,6 +87,19 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
             f"{path}/config.json describes no model of this architecture "
             f"({type(error).__name__}: {error!s:.300}): download it again"
         ) from error
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The config.json of a multimodal model's language model; None where HMT has no such family."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or "num_hidden_layers" in config:
+        return None
+    types = {model_type: name for name, (model_type, _) in _FAMILIES.items()}
+    model_type = text.get("model_type") or f"{config.get('model_type')}_text"
+    if model_type not in types:
+        return None
+    tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
+    return {**text, **tied, "model_type": model_type, "architectures": [types[model_type]]}
 
 
 def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -135,7 +135,7 @@ def _with_sizes(found: Inspection, model: Model) -> Inspection:
         remark=", ".join(spec.remarks),
         layers=spec.layers,
         max_context=spec.max_context,
-        kv_token_bytes=page_bytes(spec.kv, model.dtype) // PAGE_TOKENS,
+        kv_token_bytes=page_bytes(spec.kv_layers.values(), model.dtype) // PAGE_TOKENS,
     )
 
 

@@ -1,13 +1,23 @@
 """Loading's part for the KV cache: each layer's where it computes, or over several tiers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
-from hmt.contracts.model import KVLayer, Model
+from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import OnDevice, pin_pool
-from hmt.kvcache import AnyKV, PagedKV, SplitKVCache, TieredKV, open_tiered, page_encoding
+from hmt.kvcache import (
+    AnyKV,
+    KVAllocator,
+    PagedKV,
+    SequenceSlots,
+    SplitKVCache,
+    StateStore,
+    TieredKV,
+    open_tiered,
+    page_encoding,
+)
 from hmt.memory import HostPool, ReadQueue
 from hmt.memory.device import Device, DevicePool
 
@@ -24,12 +34,12 @@ def open_kv(
     """The KV cache, each layer's where it computes, and in the plan's tiers beside that.
 
     One allocator serves all of them.  Layers that compute on the CPU beside a device keep all of
-    theirs in host memory.  What is taken is given back by `stack`.  Raises BudgetError, and
-    MachineError where the disk has no room.
+    theirs in host memory.  Recurrent state of `max_batch` sequences lies where its layers compute.
+    What is taken is given back by `stack`.  Raises BudgetError, and MachineError where the disk has
+    no room.
     """
-    kept = dict(enumerate(model.spec.kv))
-    stage_devices = plan.stage_devices
-    here = {index: layer for index, layer in kept.items() if index not in stage_devices}
+    spec, stage_devices = model.spec, plan.stage_devices
+    slots = SequenceSlots(config.max_batch, 1) if spec.state_bytes else None
     pinned = False
     if on_devices and plan.kv_tiers is not None and plan.kv_tiers.host_pages:
         pinned = pin_pool(on_devices[0].device, host, stack)  # devices write pages back
@@ -37,10 +47,21 @@ def open_kv(
     encoding = page_encoding(config.kv_quant[0], model.dtype)
 
     def opened(
-        layers: Mapping[int, KVLayer], pool: HostPool | DevicePool, device: Device | None = None
+        members: Collection[int],
+        pool: HostPool | DevicePool,
+        *,
+        device: Device | None = None,
+        allocator: KVAllocator | None = None,
     ) -> PagedKV | TieredKV:
-        if plan.kv_tiers is None:
-            return PagedKV(layers, plan.kv_tokens, model.dtype, pool, encoding)
+        layers = {i: layer for i, layer in spec.kv_layers.items() if i in members}
+        state = None
+        if slots is not None:
+            state = StateStore(
+                {i: layer for i, layer in spec.state_layers.items() if i in members}, slots, pool
+            )
+        if plan.kv_tiers is None or allocator is not None:
+            positions, dtype = plan.kv_tokens, model.dtype
+            return PagedKV(layers, positions, dtype, pool, encoding, allocator, state)
         return open_tiered(
             layers,
             plan.kv_tiers,
@@ -54,20 +75,22 @@ def open_kv(
             chunk=plan.max_prefill_tokens,
             device=device,
             pinned=pinned,
+            state=state,
         )
 
     caches: dict[int | None, PagedKV | TieredKV] = {}  # by device; None: of layers of the CPU
+    here = [index for index in range(spec.layers) if index not in stage_devices]
     if not on_devices:
         caches[None] = opened(here, host)
         stack.callback(caches[None].release)
     for part in on_devices:
-        there = {i: layer for i, layer in kept.items() if stage_devices.get(i) == part.index}
+        there = [i for i in range(spec.layers) if stage_devices.get(i) == part.index]
         if there:
-            caches[part.index] = opened(there, part.kv_pool, part.device)
+            caches[part.index] = opened(there, part.kv_pool, device=part.device)
             stack.callback(caches[part.index].release)
     if on_devices and here:
         allocator = next((cache.allocator for cache in caches.values()), None)
-        caches[None] = PagedKV(here, plan.kv_tokens, model.dtype, host, encoding, allocator)
+        caches[None] = opened(here, host, allocator=allocator)
         stack.callback(caches[None].release)
     return caches.popitem()[1] if len(caches) == 1 else SplitKVCache(caches, stage_devices)
 

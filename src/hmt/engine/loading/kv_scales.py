@@ -88,7 +88,7 @@ def see_text(model: KVSource, text: Sequence[int], *see: Callable[..., None]) ->
 
     Layers with a window are left out: theirs are never far.
     """
-    layers = model.prepared.model.spec.kv
+    layers = model.prepared.model.spec.kv_layers
 
     def look(index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if not layers[index].window:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from hmt.base.errors import ConfigError, DiskReadError
-from hmt.base.log import logger
+from hmt.base.log import logger, warn_once
 from hmt.contracts.model import Model, RotaryBorder
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.source import Source
@@ -24,9 +24,18 @@ if TYPE_CHECKING:
     from hmt.engine.scheduling.sequence import SequenceState
 
 
+def shares_prefixes(model: Model, config: EngineConfig) -> bool:
+    """Whether sequences share what begins alike.
+
+    Not where layers have recurrent state: KV pages alone do not continue a sequence, and no state
+    is kept of where a prefix ends.
+    """
+    return config.prefix_cache and not model.spec.state_bytes
+
+
 def prefix_bytes(model: Model, config: EngineConfig) -> int:
     """Host memory that pages pass through on their way to the disk and back."""
-    if not config.prefix_cache or config.prefix_cache_dir is None:
+    if not shares_prefixes(model, config) or config.prefix_cache_dir is None:
         return 0
     return store_buffer_bytes(_extents(model, config.kv_quant[0]).page_bytes)
 
@@ -43,7 +52,13 @@ def open_prefixes(
 
     Raises ConfigError where this model or this placement has none, or the folder cannot be used.
     """
-    if not config.prefix_cache:
+    if not shares_prefixes(model, config):
+        if config.prefix_cache:
+            warn_once(
+                f"prefixes {model.spec.architecture}",
+                f"{model.spec.architecture} has layers with recurrent state, of which no prefix is "
+                "kept: the prefix cache is off, and every prompt is computed whole",
+            )
         return None
     if isinstance(kv, SplitKVCache):
         raise ConfigError(
@@ -101,8 +116,7 @@ def salt_of(sequence: "SequenceState", border: RotaryBorder | None) -> str:
 
 
 def _extents(model: Model, device_format: str) -> PageExtents:
-    layers = dict(enumerate(model.spec.kv))
-    return PageExtents(layers, page_encoding(device_format, model.dtype))
+    return PageExtents(model.spec.kv_layers, page_encoding(device_format, model.dtype))
 
 
 def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> str:

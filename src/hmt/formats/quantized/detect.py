@@ -14,6 +14,7 @@ from hmt.formats.quantized.gpt_oss import find_gpt_oss
 from hmt.formats.quantized.gptq import find_gptq
 from hmt.formats.quantized.modelopt import find_modelopt
 from hmt.formats.quantized.scan import Quantized
+from hmt.formats.quantized.stacked_experts import find_stacked_experts
 
 _METHODS: dict[str, Callable[[Quantized], None]] = {
     "awq": find_awq,
@@ -26,6 +27,12 @@ _METHODS: dict[str, Callable[[Quantized], None]] = {
     "modelopt_fp4": find_modelopt,
     "mxfp4": find_gpt_oss,
 }
+# Models whose experts are published in one tensor for each layer.
+_STACKED = (
+    "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 _AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 
 
@@ -51,6 +58,8 @@ def find_forms(
         found = Quantized(folder, section, "floats", records)
         if architecture == "GptOssForCausalLM":
             find_gpt_oss(found)
+        elif architecture in _STACKED:
+            find_stacked_experts(found)
         return found
     if method not in _METHODS:
         raise CheckpointError(

@@ -27,7 +27,7 @@ class Quantized:
     config: Mapping[str, Any]
     method: str
     records: Mapping[str, TensorRecord]
-    forms: dict[str, Published] = field(default_factory=dict)
+    forms: dict[str, Published | TensorRecord] = field(default_factory=dict)
     spare: set[str] = field(default_factory=set)
 
     def modules(self, *suffixes: str) -> Iterator[tuple[str, str]]:

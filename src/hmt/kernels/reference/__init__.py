@@ -20,6 +20,7 @@ from hmt.kernels.reference.elementwise import (
     rms_norm_quantize,
     rope,
     rope_inplace,
+    sigmoid_gated,
 )
 from hmt.kernels.reference.expert_cache import (
     SCORE_DECAY,
@@ -58,6 +59,7 @@ from hmt.kernels.reference.matmul import (
     quantize_activation_blocks,
     quantize_activations,
 )
+from hmt.kernels.reference.recurrent import DeltaHeads, causal_conv, gated_delta_rule
 from hmt.kernels.reference.routing import (
     biased_sigmoid_topk,
     grouped_softmax_topk,

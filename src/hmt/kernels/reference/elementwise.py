@@ -104,6 +104,20 @@ def rope_inplace(
     k.copy_(rope(k, cos, sin, interleaved=interleaved))
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), in f32, the same for a number wherever it stands.
+
+    torch's own has code of its own for what is left of a tensor behind whole vectors, and rounds
+    otherwise there: a token's result would depend on how many others are computed with it.
+    """
+    return 1 / (1 + torch.exp(-x.float().contiguous()))
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """x [tokens, width] times the sigmoid of `gate` [tokens, width or 1], rounded to x.dtype."""
+    return x * sigmoid(gate).to(x.dtype)
+
+
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, elementwise, in their dtype.
 

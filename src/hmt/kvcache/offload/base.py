@@ -7,13 +7,24 @@ import torch
 from typing_extensions import override
 
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache
+from hmt.contracts.store import KVCache, RecurrentState
 from hmt.kernels import ops
 from hmt.kvcache.page_store import KeptLayer
+from hmt.kvcache.recurrent_state import StateStore
+
+# Recurrent state of the layers that a cache is of; None: they have none.
+LayerStates = StateStore | None
 
 
 class OffloadedKVBase(ABC, KVCache):
     """KVCache: layers with a window attend to their rings, all others as the subclass says."""
+
+    _state: LayerStates = None
+
+    @override
+    def state(self, layer: int, step: Step) -> RecurrentState:
+        assert self._state is not None
+        return self._state.of(layer, step)
 
     @abstractmethod
     def kept(self, layer: int) -> KeptLayer:

@@ -1,6 +1,6 @@
 """A tiered cache out of a plan."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hmt.kvcache.offload.sliding_window import SlidingWindowPages
 from hmt.kvcache.offload.sparse_selection import ByScoreBound, Selection, bounds_page_bytes
 from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.page_store import PageStore, Pool, store_page_bytes
+from hmt.kvcache.recurrent_state import StateStore
 from hmt.memory import ReadQueue
 from hmt.memory.device import Device
 
@@ -62,7 +63,7 @@ def disk_formats_of(
 
 
 def kv_sizes(
-    layers: Sequence[KVLayer],
+    layers: Mapping[int, KVLayer],
     dtype: torch.dtype,
     host_format: str,
     disk_format: str,
@@ -70,7 +71,7 @@ def kv_sizes(
     device_format: str = "exact",
 ) -> dict[str, Any]:
     """Bytes of a model's pages, by the names of `hmt.planner.KVSizes`; see `open_tiered`."""
-    whole, windows = _by_window(dict(enumerate(layers)))
+    whole, windows = _by_window(layers)
     kept = page_encoding(device_format, dtype)
     group, layer_group, kind_group = disk_bytes(
         whole, **disk_formats_of(disk_format, whole, dtype, device_format)
@@ -114,6 +115,7 @@ def open_tiered(
     selection: float | None = None,
     device: Device | None = None,
     pinned: bool = False,
+    state: StateStore | None = None,
 ) -> TieredKV:
     """The cache that `levels` plans: device pages from `device_pool`, all else from `host`.
 
@@ -121,6 +123,7 @@ def open_tiered(
     selection  the share of pages that decoding tokens attend to; None: to all
     device     where layers compute, if not on the CPU
     pinned     whether its kernels can read and write what `host` gives
+    state      of layers of the same place, which the cache releases
 
     Raises BudgetError, and MachineError where `folder` has no room.
     """
@@ -168,6 +171,7 @@ def open_tiered(
         chunk=chunk,
         selection=chosen,
         device=device,
+        state=state,
     )
 
 

@@ -19,7 +19,7 @@ from hmt.kernels import ops
 from hmt.kernels.backend import backend_of, backend_on
 from hmt.kvcache.allocator import SCORED_EVERY, KVAllocator, pages_of
 from hmt.kvcache.eviction import PageEvictionPolicy
-from hmt.kvcache.offload.base import OffloadedKVBase
+from hmt.kvcache.offload.base import LayerStates, OffloadedKVBase
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.host_attention import MANY_TOKENS, PageChunks, Query, attend_on_host
 from hmt.kvcache.offload.lse_merge import LseMerge
@@ -74,6 +74,7 @@ class TieredKV(OffloadedKVBase):
         stay: PinnedPages = _PINNED,
         clock: Callable[[], float] = time.monotonic,
         device: Device | None = None,
+        state: LayerStates = None,
     ) -> None:
         """Takes over the memories, and releases them in the end.
 
@@ -82,12 +83,15 @@ class TieredKV(OffloadedKVBase):
         chunk         tokens that a step may append, all but one of each sequence
         selection     what decoding tokens attend to; None: everything
         device        where layers compute, if not on the CPU
+        state         of layers of the same place, which never moves
         """
         assert device_store.count >= min_device_pages(chunk, 1, stay)
         self._windows = tuple(sliding_windows)
         self._stores = TierStores(device_store, host_store, disk_pages, device)
         self._places = PageMigration(self._stores, policy, clock)
+        self._state = state
         slots = [rings.slots for rings in sliding_windows]
+        slots += [] if state is None else [state.slots]
         self.allocator = KVAllocator(self._places, slots, pinned=stay, chunk=chunk)
         self.allocator.attach(self)
         self._selection = None if selection is None else selection(self._places)
@@ -112,6 +116,8 @@ class TieredKV(OffloadedKVBase):
         self._places.release()
         for rings in self._windows:
             rings.release()
+        if self._state is not None:
+            self._state.release()
 
     @property
     def account(self) -> KVAccount:
@@ -127,9 +133,11 @@ class TieredKV(OffloadedKVBase):
         self._stores.copy_page(self._places.page_table, page, to)
 
     def copy_slots(self, sequence: int, to: int) -> None:
-        """Implements KVStorage: rings of sliding windows."""
+        """Implements KVStorage: rings of sliding windows, and recurrent state."""
         for rings in self._windows:
             rings.copy(sequence, to)
+        if self._state is not None:
+            self._state.copy(sequence, to)
 
     def pages_made(self, ids: Ints) -> None:
         """Implements KVStorage."""

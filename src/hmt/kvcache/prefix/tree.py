@@ -327,7 +327,8 @@ def keep_prefixes(
     if not allocator.keeps_all_positions:
         raise ConfigError(
             "this model has layers with a sliding window, whose KV pages are not kept "
-            "beyond it, so prompts cannot share them: leave the prefix cache off"
+            "beyond it, or with recurrent state, which is that of the last position alone, so "
+            "prompts cannot share them: leave the prefix cache off"
         )
     table = allocator.page_table
     most = table.count if pages is None else pages

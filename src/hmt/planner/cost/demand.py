@@ -48,6 +48,7 @@ class Demand:
     kv_layer_bytes      KV of one position in the layer that keeps most
     kv_work_bytes       copies that are made of KV pages where these lie in several tiers
     score_bytes         the most that attention scores take at once
+    sequence_bytes      recurrent state of one sequence, over all layers
     batch               requests that run at once
     prefetch_experts    whether experts are read from the disk before routers choose them
     matrix_bytes        the largest matrix, or some experts, unpacked for many tokens on a device
@@ -66,6 +67,7 @@ class Demand:
     kv_layer_bytes: int = 0
     kv_work_bytes: int = 0
     score_bytes: int = 0
+    sequence_bytes: int = 0
     batch: int = 1
     prefetch_experts: bool = False
     row_sums_bytes: int = 0

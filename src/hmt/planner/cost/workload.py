@@ -256,19 +256,19 @@ def add_attention(
     layers: list[LayerWork], demand: Demand, stage_devices: Mapping[int, int]
 ) -> None:
     """Fill in what attention reads and computes in each layer, and where: see `Plan`."""
-    kv = demand.spec.kv
-    widths = sum(layer.row_width for layer in kv)
+    layers_kv = demand.spec.kv_layers
+    widths = sum(layer.row_width for layer in layers_kv.values())
     heads = demand.spec.attention_heads
     for index, load in enumerate(layers):
         load.attention_device = stage_devices.get(index)
-        if kv:
-            load.kv_bytes = demand.kv_token_bytes * kv[index].row_width / widths
-            load.kv_operations = 2.0 * heads * (kv[index].key_dim + kv[index].value_dim)
-            load.window = kv[index].window
-            if kv[index].kind is KVKind.LATENT and kv[index].expanded_dim:
-                _expand(load, kv[index], heads)
-        else:
+        if not demand.spec.kv:  # a shape of which no more is known
             load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
+        elif (kv := layers_kv.get(index)) is not None:
+            load.kv_bytes = demand.kv_token_bytes * kv.row_width / widths
+            load.kv_operations = 2.0 * heads * (kv.key_dim + kv.value_dim)
+            load.window = kv.window
+            if kv.kind is KVKind.LATENT and kv.expanded_dim:
+                _expand(load, kv, heads)
 
 
 def _expand(load: LayerWork, kv: KVLayer, heads: int) -> None:

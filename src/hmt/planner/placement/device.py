@@ -49,7 +49,7 @@ _WIDE = (BlockKind.FFN, BlockKind.EXPERT)
 class _Layer:
     """A layer as the device sees it.  Its sums are made once, when it is complete.
 
-    core   what attention needs, keys and values included
+    core   what attention needs, keys and values and recurrent state included
     wide   its feed-forward network, or its experts
     """
 
@@ -320,21 +320,28 @@ def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
     return sum(_layer_kv(demand)[index] for index in layers)
 
 
+def sequence_bytes(demand: Demand, layers: Collection[int]) -> int:
+    """Recurrent state of one sequence in some `layers`."""
+    states = demand.spec.state_layers
+    return sum(tensor.nbytes for i in layers for tensor in states.get(i, ()))
+
+
 def _layers(
     demand: Demand, context: int, levels: KVTiers | None
 ) -> tuple[list[_Layer], list[BlockSize]]:
     """All layers, and the head's blocks."""
     tokens = [kv_bytes(demand, context) // max(1, demand.kv_token_bytes)] * demand.spec.layers
     if levels is not None:
+        whole = levels.device_pages + levels.staged_pages
         pages = [
-            levels.ring_pages.get(kv.window, levels.device_pages + levels.staged_pages)
+            whole if kv is None else levels.ring_pages.get(kv.window, whole)
             for kv in demand.spec.kv
         ]
         tokens = [count * PAGE_TOKENS for count in pages]
-    layers = [
-        _Layer(index, kv_bytes=round_up(kv * tokens[index], _ALIGNMENT))
-        for index, kv in enumerate(_layer_kv(demand))
-    ]
+    layers = []
+    for index, kv in enumerate(_layer_kv(demand)):
+        state = round_up(demand.batch * sequence_bytes(demand, (index,)), _ALIGNMENT)
+        layers.append(_Layer(index, kv_bytes=round_up(kv * tokens[index], _ALIGNMENT) + state))
     head = []
     for block in demand.blocks:
         if block.id.kind is BlockKind.HEAD:
@@ -347,8 +354,8 @@ def _layers(
 
 def _layer_kv(demand: Demand) -> list[int]:
     """KV bytes of one position, by layer."""
-    widths = [layer.row_width for layer in demand.spec.kv]
-    if not widths:
+    widths = [0 if layer is None else layer.row_width for layer in demand.spec.kv]
+    if not sum(widths):
         return [0] * demand.spec.layers
     return [demand.kv_token_bytes * width // sum(widths) for width in widths]
 

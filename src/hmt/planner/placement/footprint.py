@@ -13,6 +13,7 @@ from hmt.contracts.model import (
 from hmt.planner.cost.demand import Demand
 
 _CHUNK_LIMITS = (16, 512)
+_MEMORY_PAGE_BYTES = 4096
 _ACTIVATION_SHARE = 16  # a prefill chunk's activations take about this fraction of the weights
 
 
@@ -81,6 +82,11 @@ def device_activation_bytes(demand: Demand, chunk: int, context: int) -> int:
 def kv_bytes(demand: Demand, tokens: int) -> int:
     """KV of `tokens` positions in whole pages."""
     return round_up(tokens, PAGE_TOKENS) * demand.kv_token_bytes
+
+
+def state_bytes(demand: Demand) -> int:
+    """Recurrent state of all sequences that run at once, in whole pages of memory."""
+    return round_up(demand.batch * demand.sequence_bytes, _MEMORY_PAGE_BYTES)
 
 
 def working_set_bytes(blocks: Sequence[BlockSize]) -> int:

@@ -20,11 +20,17 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.demand import Demand, KVTierSizes
 from hmt.planner.cost.workload import workload_of
-from hmt.planner.placement.device import DeviceChoice, kv_token_bytes, share_of_device
+from hmt.planner.placement.device import (
+    DeviceChoice,
+    kv_token_bytes,
+    sequence_bytes,
+    share_of_device,
+)
 from hmt.planner.placement.footprint import (
     default_chunk,
     host_activation_bytes,
     kv_bytes,
+    state_bytes,
     working_set_bytes,
 )
 from hmt.planner.placement.kv_tiers import (
@@ -234,7 +240,8 @@ def _placed(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
         sizes, options.kv, context=options.context, most=most, chunk=chunk, batch=demand.batch,
         device=0 if options.device_bytes else None,
     )  # fmt: skip
-    rows = demand.spec.attention_heads * max(layer.value_dim + 1 for layer in demand.spec.kv)
+    values = [layer.value_dim + 1 for layer in demand.spec.kv_layers.values()]
+    rows = demand.spec.attention_heads * max(values, default=0)
     work = work_bytes(levels, sizes, chunk + demand.batch - 1, rows)
     demand = replace(demand, kv_work_bytes=work)
     context = min(options.context or most, levels.pages * PAGE_TOKENS)
@@ -262,6 +269,7 @@ def _with_device(
         demand,
         blocks=tuple(block for block in demand.blocks if block.id not in on_device),
         kv_token_bytes=kv_token_bytes(demand, on_host),
+        sequence_bytes=sequence_bytes(demand, on_host),
         # A block goes to the device from a slot in host memory.
         passing_bytes=max((b.slot_bytes for b in demand.blocks if b.id in on_device), default=0),
     )
@@ -306,7 +314,7 @@ def _on_host(demand: Demand, options: PlanOptions, kv: int | None = None) -> Pla
         reserved={"resident": resident, "slots": slots, **fixed},
         prefetch_distance=distance,
         max_prefill_tokens=_chunk(demand, options),
-        kv_tokens=round_down(fixed["kv"] // max(1, demand.kv_token_bytes), PAGE_TOKENS),
+        kv_tokens=_positions(demand, fixed["kv"], options, options.host_bytes - needed),
         slot_counts=slot_counts(
             [b for b in _streamable(demand) if homes[b.id] is Tier.DISK], slots
         ),
@@ -337,8 +345,16 @@ def _reserve(
         "staging": buffers * staging,
         "prefixes": round_up(demand.prefix_bytes, _MEMORY_PAGE_BYTES),
         "rows": rows + demand.row_sums_bytes,
-        "kv": round_up(kv_bytes(demand, context) if kv is None else kv, _MEMORY_PAGE_BYTES),
+        "kv": round_up(kv_bytes(demand, context) if kv is None else kv, _MEMORY_PAGE_BYTES)
+        + state_bytes(demand),
     }
+
+
+def _positions(demand: Demand, kv: int, options: PlanOptions, spare: int) -> int:
+    """Positions for which `kv` bytes have room, beside recurrent state."""
+    if not demand.kv_token_bytes:  # no layer keeps any per position
+        return round_up(_context(demand, options, spare // 4), PAGE_TOKENS)
+    return round_down((kv - state_bytes(demand)) // demand.kv_token_bytes, PAGE_TOKENS)
 
 
 def _kv_bytes(sizes: KVTierSizes, levels: KVTiers) -> int:

@@ -141,7 +141,7 @@ def _by_levels(
     demand, room = outlook.demand(setting), setting.device_budget()
     tokens = planned.plan.kv_tokens if planned else (setting.context or 0) * setting.users
     total = tokens * demand.kv_token_bytes
-    windows = any(layer.window for layer in demand.spec.kv)
+    windows = any(layer.window for layer in demand.spec.kv_layers.values())
     if demand.kv_sizes is None or setting.kv is not None or setting.device is not None or not room:
         return
     if not total or not (windows or total > _MUCH * room):

@@ -1,0 +1,121 @@
+"""Layers with recurrent state: a short convolution over time, and the gated delta rule.
+
+Both go through a sequence token by token, or as if they did, so that no result depends on how a
+prompt is divided into steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.store import StateRun
+from hmt.kernels.reference.elementwise import sigmoid
+
+_EPS = 1e-6  # of the norm of queries and keys, as in transformers and in fla
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """Sizes of a delta rule's heads; each key head serves heads / key_heads consecutive heads."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def keys_width(self) -> int:
+        """Numbers of a token's keys, and of its queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values_width(self) -> int:
+        """Numbers of a token's values."""
+        return self.heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's queries, keys and values, which lie in this order."""
+        return 2 * self.keys_width + self.values_width
+
+
+def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, runs: Sequence[StateRun]) -> Tensor:
+    """silu of a causal convolution of each channel over time: [tokens, channels] in x.dtype.
+
+    x        [tokens, channels]
+    weight   [channels, width]; its last number belongs to the token itself
+    tails    f32 [slots, channels, width - 1]: what came before, oldest first; changes
+    Computed in f32, the oldest product first.
+    """
+    taps, before = weight.float().T.contiguous(), weight.shape[1] - 1
+    out = torch.empty_like(x)
+    for run in runs:
+        tail = tails[run.slot]
+        if run.begins:
+            tail.zero_()
+        rows = torch.cat((tail.T, x[run.tokens].float()))  # [width - 1 + length, channels]
+        total = rows[: run.length] * taps[0]
+        for tap in range(1, before + 1):
+            total = total + rows[tap : tap + run.length] * taps[tap]
+        out[run.tokens] = (total * sigmoid(total)).to(x.dtype)
+        tail.copy_(rows[run.length :].T)
+    return out
+
+
+def gated_delta_rule(
+    qkv: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    decay_scale: Tensor,
+    decay_bias: Tensor,
+    states: Tensor,
+    runs: Sequence[StateRun],
+    heads: DeltaHeads,
+) -> Tensor:
+    """The gated delta rule (arXiv 2412.06464): [tokens, heads, value_dim] in qkv.dtype.
+
+    For each token a head's state S [key_dim, value_dim] becomes S g + k (v - k S g) b, and q S is
+    the result; queries and keys have length 1, queries divided by the root of key_dim besides.
+
+    qkv          [tokens, heads.width]: queries, keys, values
+    decay        [tokens, heads]; g is exp(-exp(decay_scale) softplus(decay + decay_bias))
+    rate         [tokens, heads]; b is its sigmoid
+    decay_scale, decay_bias   [heads]
+    states       f32 [slots, heads, key_dim, value_dim]; change
+    Computed in f32, token by token.
+    """
+    wide = qkv.float()
+    sizes = (heads.keys_width, heads.keys_width, heads.values_width)
+    query, key, value = wide.split(sizes, dim=1)
+    query = _unit(query.unflatten(1, (heads.key_heads, -1))) * heads.key_dim**-0.5
+    key = _unit(key.unflatten(1, (heads.key_heads, -1)))
+    shared = heads.heads // heads.key_heads
+    query, key = query.repeat_interleave(shared, 1), key.repeat_interleave(shared, 1)
+    value = value.unflatten(1, (heads.heads, -1))
+    stays = _softplus(decay.float() + decay_bias.float())
+    stays = (-decay_scale.float().exp() * stays).exp()
+    learns = sigmoid(rate)
+    out = torch.empty_like(value)
+    for run in runs:
+        state = states[run.slot]
+        if run.begins:
+            state.zero_()
+        for at in range(run.offset, run.offset + run.length):
+            k = key[at][:, :, None]
+            state *= stays[at][:, None, None]
+            missing = (value[at] - (state * k).sum(1)) * learns[at][:, None]
+            state += k * missing[:, None]
+            out[at] = (state * query[at][:, :, None]).sum(1)
+    return out.to(qkv.dtype)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), of functions that round a number alike wherever it stands: see `sigmoid`."""
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x [..., dim] with length 1."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _EPS)

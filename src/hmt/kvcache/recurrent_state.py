@@ -1,0 +1,83 @@
+"""Recurrent state of sequences: a slot of a fixed size for each, in the memory of its layers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hmt.contracts.model import LayerState
+from hmt.contracts.step import Step
+from hmt.contracts.store import RecurrentState, StateRun
+from hmt.kvcache.page_store import Pool
+from hmt.kvcache.sequence_slots import SequenceSlots
+
+
+class StateStore:
+    """The state of some layers.  A sequence's is one contiguous extent, so that one copy forks it.
+
+    State cannot be computed again from where it is, as pages can: a step that fails between two
+    layers leaves it between two positions.  So the store knows at which position each sequence's
+    is, and refuses a step that begins anywhere else but at 0.
+
+    slots   which one each sequence has; stores of other layers may share them
+    """
+
+    def __init__(
+        self, layers: Mapping[int, LayerState], slots: SequenceSlots, pool: Pool[Any]
+    ) -> None:
+        """Room for as many sequences as there are `slots`.  BudgetError if it is not there."""
+        self.slots = slots
+        self._pool = pool
+        size = sum(tensor.nbytes for state in layers.values() for tensor in state)
+        nbytes = slots.count * size
+        self._buffer = pool.allocate(nbytes) if nbytes else None
+        memory = torch.empty(0) if self._buffer is None else self._buffer.tensor[:nbytes]
+        self._memory = memory.view(torch.float32).view(slots.count, size // 4)
+        self._layers: dict[int, dict[str, torch.Tensor]] = {}
+        first = 0
+        for index, state in layers.items():
+            self._layers[index] = {}
+            for tensor in state:
+                end = first + tensor.nbytes // 4
+                own = self._memory[:, first:end].unflatten(1, tensor.shape)
+                self._layers[index][tensor.name] = own
+                first = end
+        self._positions: dict[int, int] = {}  # by sequence; of those that are open
+        self._step: Step | None = None
+        self._runs: tuple[StateRun, ...] = ()
+
+    def of(self, layer: int, step: Step) -> RecurrentState:
+        """See KVCache.state."""
+        if self._step is not step:
+            self._step, self._runs = step, self._begin(step)
+        return RecurrentState(self._layers[layer], self._runs)
+
+    def copy(self, sequence: int, other: int) -> None:
+        """Let the slot of `other`, which is new, hold what that of `sequence` holds."""
+        (theirs,), (ours,) = self.slots.of(sequence), self.slots.of(other)
+        self._memory[int(ours)] = self._memory[int(theirs)]
+        self._positions[other] = self._positions.get(sequence, 0)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._layers.clear()
+        if self._buffer is not None:
+            self._pool.free(self._buffer)
+
+    def _begin(self, step: Step) -> tuple[StateRun, ...]:
+        """The runs of a step, by whose tokens every layer will advance its state."""
+        opened = self.slots.sequences
+        for sequence in self._positions.keys() - opened:
+            del self._positions[sequence]
+        runs = []
+        for run in step.segments:
+            held = self._positions.get(run.sequence, 0)
+            if run.start not in (0, held):
+                raise AssertionError(
+                    f"a step begins at position {run.start} of a sequence whose recurrent state "
+                    f"is at {held}"
+                )
+            self._positions[run.sequence] = run.context
+            (slot,) = self.slots.of(run.sequence)
+            runs.append(StateRun(int(slot), run.offset, run.length, run.start == 0))
+        return tuple(runs)

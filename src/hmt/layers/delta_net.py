@@ -1,0 +1,133 @@
+"""Gated delta nets: attention whose memory is a matrix of a fixed size for each head."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import ParamSpec, Role
+from hmt.contracts.model import LayerState, StateTensor
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache
+from hmt.kernels import ops
+from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaNet:
+    """The gated delta rule over convolved queries, keys and values (arXiv 2412.06464).
+
+    norm       of hidden states, before they are projected
+    conv       tokens that the convolution sees, the token itself included
+    eps        of the norm of results, which a projection of the token gates
+    grouped    checkpoints have two projections (Qwen3-Next): of queries, keys, values and gates,
+               all of one key head before those of the next, and so of learning rates and decays;
+               otherwise four, each ordered by head
+    """
+
+    hidden_size: int
+    heads: ops.DeltaHeads
+    norm: RMSNorm
+    conv: int
+    eps: float
+    grouped: bool
+    out_norm: RMSNorm = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out_norm", RMSNorm(self.heads.value_dim, self.eps))
+
+    @property
+    def state(self) -> LayerState:
+        """What one layer keeps of a sequence."""
+        heads = self.heads
+        return (
+            StateTensor("matrix", (heads.heads, heads.key_dim, heads.value_dim)),
+            StateTensor("conv", (heads.width, self.conv - 1)),
+        )
+
+    @property
+    def activation_width(self) -> int:
+        """Numbers alive per token: residual, input, what is projected, convolved and normed, out.
+
+        And in f32 queries and keys of all heads, with copies for their lengths.
+        """
+        heads = self.heads
+        expanded = 2 * heads.heads * heads.key_dim
+        return (
+            3 * self.hidden_size
+            + 3 * heads.width
+            + 4 * heads.values_width
+            + 2 * expanded
+            + 4 * heads.heads
+        )
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Parameters but for the norm, called `at` + in_proj_qkvz and so on in the checkpoint."""
+        hidden, heads = self.hidden_size, self.heads
+        per_head, one = 2 * heads.heads, heads.heads
+        if self.grouped:
+            width = heads.width + heads.values_width
+            inputs = (
+                *linear_params("qkvz", width, hidden, f"{at}in_proj_qkvz"),
+                # Errors of decays grow with every token.
+                ParamSpec("ba", (per_head, hidden), (f"{at}in_proj_ba.weight",), Role.VECTOR),
+            )
+        else:
+            inputs = (
+                *linear_params("qkv", heads.width, hidden, f"{at}in_proj_qkv"),
+                *linear_params("z", heads.values_width, hidden, f"{at}in_proj_z"),
+                ParamSpec("b", (one, hidden), (f"{at}in_proj_b.weight",), Role.VECTOR),
+                ParamSpec("a", (one, hidden), (f"{at}in_proj_a.weight",), Role.VECTOR),
+            )
+        return (
+            *inputs,
+            ParamSpec("conv", (heads.width, 1, self.conv), (f"{at}conv1d.weight",), Role.VECTOR),
+            ParamSpec("decay_scale", (one,), (f"{at}A_log",), Role.VECTOR),
+            ParamSpec("decay_bias", (one,), (f"{at}dt_bias",), Role.VECTOR),
+            self.out_norm.param("out_norm", f"{at}norm.weight"),
+            *linear_params("out", hidden, heads.values_width, f"{at}out_proj"),
+        )
+
+    def __call__(
+        self, hidden: Tensor, layer: int, step: Step, params: Params, kv: KVCache
+    ) -> Tensor:
+        """The layer's result for the norm of hidden [tokens, hidden_size], same shape.
+
+        Advances the layer's state in `kv`.  The norm's weight is `norm` of `params`.
+        """
+        x = self.norm(hidden, params["norm"])
+        qkv, gate, rate, decay = self._grouped(x, params) if self.grouped else _each(x, params)
+        state = kv.state(layer, step)
+        qkv = ops.causal_conv(
+            qkv, params["conv"].data.squeeze(1), state.tensors["conv"], state.runs
+        )
+        out = ops.gated_delta_rule(
+            qkv,
+            decay,
+            rate,
+            params["decay_scale"].data,
+            params["decay_bias"].data,
+            state.tensors["matrix"],
+            state.runs,
+            self.heads,
+        )
+        out = self.out_norm(out, params["out_norm"])
+        return project(ops.gated(gate, out.flatten(1), "silu"), params, "out")
+
+    def _grouped(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys and values [tokens, width], gates, learning rates and decays."""
+        heads = self.heads
+        values = heads.heads // heads.key_heads * heads.value_dim
+        grouped = project(x, params, "qkvz").unflatten(1, (heads.key_heads, -1))
+        parts = grouped.split((heads.key_dim, heads.key_dim, values, values), dim=2)
+        query, key, value, gate = (part.flatten(1) for part in parts)
+        rate, decay = project(x, params, "ba").unflatten(1, (heads.key_heads, -1)).chunk(2, dim=2)
+        qkv = torch.cat((query, key, value), dim=1)
+        return qkv, gate, rate.flatten(1), decay.flatten(1)
+
+
+def _each(x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values [tokens, width], gates, learning rates and decays."""
+    qkv, gate, rate, decay = (project(x, params, name) for name in ("qkv", "z", "b", "a"))
+    return qkv, gate, rate, decay

@@ -1,0 +1,126 @@
+"""Checkpoints of multimodal models: their text part gives the logits of the whole model."""
+
+import logging
+import random
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_memory import randomise
+from random_configs import cases
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CONFIG_MAPPING,
+    Gemma3ForConditionalGeneration,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+)
+
+import hmt
+from hmt.engine.loading.inspection import inspect
+
+QWEN_VISION = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+CLIP = VISION | {"model_type": "clip_vision_model"}
+# By type: the class, the text part's case, and fields of the configuration.
+WHOLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "qwen3_5": (Qwen3_5ForConditionalGeneration, "qwen3_5_text-0", QWEN_VISION),
+    "qwen3_5_moe": (Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe_text-0", QWEN_VISION),
+    "gemma3": (Gemma3ForConditionalGeneration, "gemma3_text-0", VISION),
+    "llava": (LlavaForConditionalGeneration, "mistral-0", CLIP),
+}
+
+
+def whole_model(kind: str) -> PreTrainedModel:
+    made, name, vision = WHOLE[kind]
+    [case] = (case for case in cases() if case.name == name)
+    text = case.config.to_dict()
+    if kind.startswith("qwen"):
+        vision = {**vision, "out_hidden_size": text["hidden_size"]}
+    extra = {"mm_tokens_per_image": 4} if kind == "gemma3" else {}
+    config = CONFIG_MAPPING[kind](
+        text_config=text, vision_config=vision, tie_word_embeddings=kind == "gemma3", **extra
+    )
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = made(config).float().eval()
+    randomise(model, case.seed)
+    model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "stacked"), [*((kind, False) for kind in WHOLE), ("qwen3_5_moe", True)]
+)
+def test_text_of_the_whole_model(
+    kind: str, stacked: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = whole_model(kind)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["mtp.fc.weight"] = torch.ones(3, 4)
+    if kind == "qwen3_5_moe":
+        tensors = arranged(tensors, stacked=stacked)
+    save_file(tensors, file, {"format": "pt"})
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    rng = random.Random(3)
+    tokens = [rng.randrange(16, 250) for _ in range(30)]
+    with torch.inference_mode():
+        wanted = model(input_ids=torch.tensor([tokens])).logits[0]
+    options = {"dtype": "float32", "max_prefill_tokens": 16, "context": 64}
+    with caplog.at_level(logging.WARNING), hmt.Engine(host_memory="64MiB", **options) as engine:
+        loaded = engine.load_model(tmp_path)
+        found = loaded.logits(tokens, range(30), prefill=20)
+        assert any("text only" in remark for remark in loaded.summary().notes)
+    atol = 1e-4 * max(1.0, float(wanted.std()))
+    torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
+    if kind.startswith("qwen"):
+        assert "are not used" not in caplog.text
+    seen = inspect(tmp_path)
+    assert not seen.problem and "text only" in seen.remark
+
+
+def arranged(tensors: dict[str, torch.Tensor], *, stacked: bool) -> dict[str, torch.Tensor]:
+    """A layer's experts in two tensors, as published, or each expert's three apart."""
+    found: dict[str, torch.Tensor] = {}
+    parts: dict[str, dict[str, dict[int, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        at, _, rest = name.partition(".experts.")
+        if not rest:
+            found[name] = tensor
+        elif rest[0].isdigit():
+            expert, kind, _ = rest.split(".")
+            parts.setdefault(at, {}).setdefault(kind, {})[int(expert)] = tensor
+        elif rest == "gate_up_proj":
+            for expert, both in enumerate(tensor):
+                for kind, one in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
+                    parts.setdefault(at, {}).setdefault(kind, {})[expert] = one.contiguous()
+        else:
+            own = parts.setdefault(at, {}).setdefault("down_proj", {})
+            own.update((expert, one.contiguous()) for expert, one in enumerate(tensor))
+    assert parts
+    for at, kinds in parts.items():
+        if stacked:
+            gate, up, down = (
+                torch.stack([one for _, one in sorted(kinds[kind].items())])
+                for kind in ("gate_proj", "up_proj", "down_proj")
+            )
+            found[f"{at}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+            found[f"{at}.experts.down_proj"] = down
+            continue
+        for kind, experts in kinds.items():
+            for expert, one in experts.items():
+                found[f"{at}.experts.{expert}.{kind}.weight"] = one
+    return found
