@@ -10,7 +10,7 @@ from parsed import nodes_of, tree_of
 
 # Backends and the registry that chooses between them; memory of devices.
 ALLOWED = (
-    "hmt/kernels/backend.py",
+    "hmt/kernels/backend_registry.py",
     "hmt/kernels/cpu/",
     "hmt/kernels/reference/",
     "hmt/kernels/triton/",
@@ -85,7 +85,7 @@ def test_triton_is_imported_by_the_registry_only():
         if any(module.startswith("hmt.kernels.triton") for module in imported)
         and not name.startswith(("hmt.kernels.triton", "hmt.bench."))
     }
-    assert users == {"hmt.kernels.backend"}
+    assert users == {"hmt.kernels.backend_registry"}
 
 
 @pytest.mark.parametrize("folder", ["attention", "elementwise", "gemm", "moe", "transfer"])

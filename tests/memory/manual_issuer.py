@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hmt.base.errors import DiskReadError, HMTError
 from hmt.memory.disk.io_backends import ReadWork
-from hmt.memory.disk.io_scheduler import IoRequest, ReadGroup
+from hmt.memory.disk.read_scheduler import IoRequest, ReadGroup
 
 PAGE = 4096
 

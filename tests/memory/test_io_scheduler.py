@@ -13,7 +13,7 @@ from hmt.base.errors import Cancelled, DiskReadError
 from hmt.base.trace import Tracer
 from hmt.contracts.store import Priority
 from hmt.memory import DiskRead, ReadQueue
-from hmt.memory.disk.io_scheduler import AGE_S, AGED_SHARE, GAP_BYTES
+from hmt.memory.disk.read_scheduler import AGE_S, AGED_SHARE, GAP_BYTES
 
 FILE = Path("weights")
 NEED, SURE, GUESS = Priority.DEMAND, Priority.PREFETCH, Priority.SPECULATIVE

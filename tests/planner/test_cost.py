@@ -28,7 +28,7 @@ from hmt.planner.cost.expert_hit_rate import (
     needed_experts,
     usual_curve,
 )
-from hmt.planner.cost.prediction import RunFactors
+from hmt.planner.cost.step_prediction import RunFactors
 from hmt.planner.cost.workload import workload_of
 
 NETWORKS = 8 * (20 + 60) + 2 * 30  # units of 256 KiB in a small model, its embedding aside

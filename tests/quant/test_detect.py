@@ -14,7 +14,7 @@ from publishers import PUBLISHERS
 from hmt.base.errors import CheckpointError, HMTError
 from hmt.contracts.checkpoint import Published, TensorRecord
 from hmt.formats.quantized import find_forms
-from hmt.quant.importers import open_importer
+from hmt.quant.repacking import open_importer
 
 DTYPES = {
     torch.float32: "F32",

@@ -12,7 +12,7 @@ from hmt.contracts.encoding import BLOCK_SHAPES, WeightTensor
 from hmt.kernels import gguf_packing, ops, reference
 from hmt.kernels.cpu import extension
 from hmt.quant import empty_weight
-from hmt.quant.importers import WeightImporter, open_importer
+from hmt.quant.repacking import WeightImporter, open_importer
 
 # (numbers, bytes) of a block.
 BLOCKS = {encoding.name: (shape.numbers, shape.nbytes) for encoding, shape in BLOCK_SHAPES.items()}

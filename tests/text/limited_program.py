@@ -13,7 +13,7 @@ from pathlib import Path
 from hmt.base.errors import HMTError
 from hmt.contracts.request import Grammar, GrammarKind
 from hmt.text import Tokenizer
-from hmt.text.template import ChatTemplate
+from hmt.text.chat_template import ChatTemplate
 MINI = Path(str(files("hmt") / "embedded" / "mini-dense"))
 given = json.load(sys.stdin)
 with open("/proc/self/statm") as file:

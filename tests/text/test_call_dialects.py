@@ -16,7 +16,7 @@ from hmt.base.errors import RequestError
 from hmt.cli.options import embedded_model
 from hmt.contracts.request import GrammarKind
 from hmt.text import Tokenizer, ToolCall, ToolStyle, whole_calls
-from hmt.text.python_literal import MAX_DEPTH, read_literal
+from hmt.text.tool_calls.python_literal import MAX_DEPTH, read_literal
 
 TOKENIZER = Tokenizer.open(embedded_model())
 HERMES = ToolStyle.of("{{ tools }}<tool_call>")

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hmt.base.errors import CheckpointError, ConfigError, RequestError
 from hmt.cli.options import embedded_model
 from hmt.text import Tokenizer, read_template
-from hmt.text.template import ChatTemplate, gguf_template_sources
+from hmt.text.chat_template import ChatTemplate, gguf_template_sources
 
 MINI_DENSE = embedded_model()
 USER = {"role": "user", "content": "Hello"}

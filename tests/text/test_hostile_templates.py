@@ -6,7 +6,7 @@ import pytest
 from limited_program import run_limited
 
 from hmt.base.errors import RequestError
-from hmt.text.template import ChatTemplate
+from hmt.text.chat_template import ChatTemplate
 
 TIME = "more than 0.5 s of processor time"
 MEMORY = "more than 192 MiB of memory"
@@ -40,7 +40,7 @@ USER = [{"role": "user", "content": "x"}]
 def test_hostile_templates_are_errors_in_bounded_memory() -> None:
     program = """
 from hmt.sandbox import Limits
-from hmt.text import template
+from hmt.text import chat_template as template
 template._LIMITS = Limits(template._LIMITS.memory_bytes, 0.5)  # 3 s otherwise
 def work(source):
     return ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])

@@ -7,7 +7,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hmt.base.errors import CheckpointError, RequestError
-from hmt.text.template import ChatTemplate
+from hmt.text.chat_template import ChatTemplate
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES: list[dict[str, Any]] = [

@@ -22,7 +22,7 @@ from hmt.engine.run_history import factors_of
 from hmt.memory import peak_resident_bytes, resident_bytes
 from hmt.planner import PlanOptions, smallest_budget
 from hmt.planner.cost.cost_model import CostModel
-from hmt.planner.cost.prediction import plan_kind
+from hmt.planner.cost.step_prediction import plan_kind
 from hmt.planner.cost.workload import workload_of
 from hmt_bench.predictions.cases import GPU_SHAPES, Case, folder_of
 

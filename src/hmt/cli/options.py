@@ -112,7 +112,7 @@ class EngineOptions:
         bool | None,
         _kv(
             "--prefix-cache/--no-prefix-cache",
-            help="Keep keys and values of texts for others that begin alike.",
+            help="Keep the KV cache of ended sequences for prompts that begin alike.",
         ),
     ] = None
     prefix_cache_dir: Annotated[

@@ -7,7 +7,7 @@ from hmt.base.units import format_bytes, format_seconds
 from hmt.planner.what_if.explain import LIMITS
 
 if TYPE_CHECKING:
-    from hmt.planner.cost.prediction import StepCost
+    from hmt.planner.cost.step_prediction import StepCost
     from hmt.planner.what_if.scenario import PlanResult, ScenarioChange
 
 NO_WEIGHTS = "no weights are there to be read: planned as a pack of them (hmt convert)"

@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, or that nobody reads any more.
+"""Standard streams that are closed, full, or no longer read.
 
 What is printed may be lost long after `print` has returned, when Python ends and writes what it
 still holds.  `Output` says so in time, and as an error that nothing on the way takes for its own.

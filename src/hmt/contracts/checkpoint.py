@@ -51,7 +51,7 @@ class PublishedPart:
 
 @dataclass(frozen=True, slots=True)
 class FormName:
-    """How a parameter is published, as data: hmt.quant.importers has the code for it.
+    """How a parameter is published, as data: hmt.quant.repacking has the code for it.
 
     scheme    such as "gguf" or "awq"
     options   what else has to be known, as arguments of that code: (name, value)

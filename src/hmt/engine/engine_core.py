@@ -21,7 +21,7 @@ from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.outputs.constraints import UnsettledForms
 from hmt.engine.outputs.output_processor import OutputProcessor, PromptOutputRows, reported
-from hmt.engine.prediction import StepTotals
+from hmt.engine.prediction_report import StepTotals
 from hmt.engine.run_summary import Phase
 from hmt.engine.scheduling.scheduler import Scheduler
 from hmt.engine.scheduling.sequence import PromptEnd, SequenceState

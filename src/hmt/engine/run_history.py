@@ -17,10 +17,10 @@ from hmt.base.folders import cache_folder
 from hmt.base.json_store import number_of, write_atomically
 from hmt.contracts.machine import Machine
 from hmt.contracts.plan import Plan
-from hmt.engine.prediction import Predictor, StepTotals
+from hmt.engine.prediction_report import Predictor, StepTotals
 from hmt.hardware.machine import fingerprint, probed
 from hmt.planner import Demand
-from hmt.planner.cost.prediction import RunFactors, plan_kind
+from hmt.planner.cost.step_prediction import RunFactors, plan_kind
 
 _FILE = "runs.jsonl"
 _KEPT = 200  # of all machines that share the folder

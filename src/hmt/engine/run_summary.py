@@ -6,7 +6,7 @@ from hmt.base.units import format_rate
 from hmt.contracts.kv import KVAccount
 from hmt.contracts.machine import Machine
 from hmt.engine.experts.ab_gate import ABResult
-from hmt.engine.prediction import StepPrediction
+from hmt.engine.prediction_report import StepPrediction
 from hmt.memory import PoolStats
 
 _SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly

@@ -1,4 +1,4 @@
-"""What somebody sees who looks at a loaded model: where its bytes lie, which experts are wanted."""
+"""A loaded model as a monitor sees it: where its bytes lie, which experts are wanted."""
 
 import enum
 import time
@@ -26,7 +26,7 @@ class ExpertTier(enum.IntEnum):
 
     DEVICE = 0
     HOST = 1  # where it stays
-    SLOT = 2  # in host memory as long as nobody else needs the room
+    SLOT = 2  # in host memory until another block needs the room
     DISK = 3
 
 

@@ -1,4 +1,4 @@
-"""Timing several things by turns, so that what else goes on in the machine changes all alike.
+"""Timing several things interleaved, so that what else goes on in the machine changes all alike.
 
 Hosts are shared: on one, memory gave 33 GB/s in most seconds and 50 in others, and Python took 0.27
 or 0.5 ms for the same.  What is timed one after the other is timed at different paces then, and

@@ -1,7 +1,7 @@
 """Which kernels compute on a weight here, for people who ask before they run."""
 
 from hmt.contracts.encoding import WeightTensor
-from hmt.kernels.backend import gpu_backend
+from hmt.kernels.backend_registry import gpu_backend
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.linear import is_compiled
 

@@ -6,7 +6,7 @@ And products of heads, for which a CPU has a kernel while there are few tokens.
 from torch import Tensor
 
 from hmt.kernels import reference
-from hmt.kernels.backend import backend_of
+from hmt.kernels.backend_registry import backend_of
 from hmt.kernels.ops import by_device_of
 from hmt.kernels.reference import LatentLayer
 

@@ -10,8 +10,8 @@ from hmt.kernels.cpu import extension
 def pack_rows(kind: str, blocks: Tensor, target: WeightTensor, turned: int) -> bool:
     """Fill `target` from blocks uint8 [rows, bytes of a row] of one of ggml's types, in one pass.
 
-    target   in the format that `hmt.quant.importers.gguf` has for the type, whole rows
-    turned   rows of a head whose halves were published by turns; 0 for rows in order
+    target   in the format that `hmt.quant.repacking.gguf` has for the type, whole rows
+    turned   rows of a head whose halves were published interleaved; 0 for rows in order
 
     False, and nothing done, where there is no extension, or it is not for such tensors.
     """

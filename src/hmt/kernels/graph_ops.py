@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hmt.kernels import reference
-from hmt.kernels.backend import backend_of, backend_on
+from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kernels.ops import by_device_of
 from hmt.kernels.reference.kv_pages import AttentionMetadata, PagedSegment
 from hmt.kernels.reference.sampling import LogitStats

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hmt.contracts.encoding import Packing, WeightTensor
 from hmt.kernels import ops
-from hmt.kernels.backend import backend_of, backend_on
+from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
@@ -176,8 +176,8 @@ class HostExpertTimes:
 class HostExpertChannel:
     """Where a device asks the CPU for experts, layer by layer, and no call is made for it.
 
-    Open, teams ask here; closed, they call.  Between `begin` and the end of `serve` a step's
-    kernels may wait for answers, so nothing else may be waited for.
+    While it is open, backends ask here; else they call the host.  Between `begin` and the end of
+    `serve` a step's kernels may wait for answers, so nothing else may be waited for.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class HostExpertChannel:
         return out
 
     def tune(self, share: Tensor) -> None:
-        """Learn what teams divide experts with, f32 [1] on the device; see `LinkShare`."""
+        """Learn what backends divide experts with, f32 [1] on the device; see `LinkShare`."""
         self.link_share = LinkShare(share, self._notes)
 
     def note(self) -> None:
@@ -307,7 +307,7 @@ class HostExpertChannel:
 def make_channel(
     where: torch.device, experts: Mapping[int, Sequence[Expert]], **sizes: Any
 ) -> HostExpertChannel | None:
-    """A desk for `where`; None where teams have to call: no GPU, or no compiled kernel.
+    """A channel for `where`; None where backends have to call: no GPU, or no compiled kernel.
 
     sizes   the most tokens of a step, hidden, top_k, and the dtype of activations
     """

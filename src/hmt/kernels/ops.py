@@ -2,7 +2,7 @@
 
 Shapes, dtypes and rounding are those of `hmt.kernels.reference`, where each operation is
 described.  `hmt.kernels.cpu.linear` says where the compiled kernels round differently, and
-`hmt.kernels.backend` which backend computes where.
+`hmt.kernels.backend_registry` which backend computes where.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
-from hmt.kernels.backend import backend_of, host_backend
+from hmt.kernels.backend_registry import backend_of, host_backend
 from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from hmt.kernels.backend import backend_of, backend_on
+from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kernels.reference.kv_pages import PageLayout, Pages
 
 

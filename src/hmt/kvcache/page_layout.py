@@ -7,7 +7,7 @@ import torch
 
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.kernels import ops
-from hmt.kernels.backend import backend_on
+from hmt.kernels.backend_registry import backend_on
 
 
 def page_bytes(layers: Iterable[KVLayer], dtype: torch.dtype) -> int:

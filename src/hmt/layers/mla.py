@@ -13,7 +13,7 @@ from hmt.contracts.model import CHUNK_TOKENS, KVKind, KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import fused_ops, ops
-from hmt.kernels.backend import backend_of
+from hmt.kernels.backend_registry import backend_of
 from hmt.kernels.fused_ops import LatentLayer
 from hmt.kernels.weight_rows import rows_of, rows_together
 from hmt.layers.linear import Params, linear_params, project

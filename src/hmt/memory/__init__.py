@@ -19,8 +19,8 @@ from hmt.memory.disk.bandwidth_probe import (
     usable_readers,
     usual_rate,
 )
-from hmt.memory.disk.io_scheduler import DiskRead, ReadGroup
 from hmt.memory.disk.read_queue import QueueCounters, ReadQueue
+from hmt.memory.disk.read_scheduler import DiskRead, ReadGroup
 from hmt.memory.disk.reader_kinds import READERS, open_reader
 from hmt.memory.disk.readers import DiskReader, PreadReader
 from hmt.memory.ledger import Account, Ledger

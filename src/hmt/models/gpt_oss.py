@@ -26,7 +26,7 @@ class GptOss(Decoder):
 
     Projections, router and experts have biases.  Experts use a SwiGLU whose inputs are clamped.
     Checkpoints keep all experts of a layer in one tensor, and a gate's and an up projection's rows
-    by turns; `formats` finds each expert's own under the names that are used here.
+    interleaved; `formats` finds each expert's own under the names that are used here.
     """
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:

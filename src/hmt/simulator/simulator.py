@@ -1,4 +1,4 @@
-"""Requests through a plan that nobody runs: the scheduler's own rules, and predicted steps.
+"""Requests through a plan, without running it: the scheduler's own rules, and predicted steps.
 
 What is simulated is time alone.  The scheduler is the engine's; a step takes what the model of cost
 says of it; and while nothing comes, ends or grows, equal steps are taken together.

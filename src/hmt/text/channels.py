@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Final
 
-from hmt.text.calls import ToolCall
 from hmt.text.harmony import BETWEEN, CHANNEL, CONSTRAIN, END, ENDINGS, MESSAGE, START
 from hmt.text.stream import StopStrings
+from hmt.text.tool_calls.parser import ToolCall
 
 _BEGINNINGS: Final = (CHANNEL, CONSTRAIN, MESSAGE, "to=")  # of what stands before a message
 _CHANNEL: Final = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")

@@ -1,7 +1,7 @@
 """Grammars: which tokens may come next, so that an answer has a given form.
 
-Grammars come from strangers: `hmt.sandbox.matchers` compiles them and follows answers, a child
-process for each grammar, which the kernel holds to limits.  What a grammar costs, neither the
+Grammars come from strangers: `hmt.sandbox.grammar_matching` compiles them and follows answers, a
+child process for each grammar, which the kernel holds to limits.  What a grammar costs, neither the
 engine nor answers of other grammars wait for.
 """
 
@@ -181,7 +181,7 @@ class Grammars:
         self._compiling = threading.Semaphore(_AT_ONCE)
         self._compiled: OrderedDict[Grammar, _Compiled] = OrderedDict()  # the latest last
         self._sandbox = Sandbox(
-            "hmt.sandbox.matchers:Matchers",
+            "hmt.sandbox.grammar_matching:Matchers",
             {"vocab_size": vocab_size, "eos_ids": sorted(eos_ids)},
             lambda: tokenizer_json().encode(),
             prepare=_PREPARE,

@@ -11,6 +11,15 @@ from tokenizers.processors import TemplateProcessing
 
 from hmt.base.errors import CheckpointError, RequestError
 from hmt.text.channels import HarmonyReader
+from hmt.text.chat_template import (
+    DEFAULT,
+    TOOL_USE,
+    ChatTemplate,
+    cut,
+    gguf_template_sources,
+    marked,
+    template_sources,
+)
 from hmt.text.encoder import Encoder
 from hmt.text.end_tokens import ends_of_turns
 from hmt.text.gguf import gguf_tokenizer
@@ -29,22 +38,13 @@ from hmt.text.infill import Infill, infill_of, stated_ids, within_text
 from hmt.text.reasoning import CLOSE, OPEN, ReasoningReader, ThoughtLimit
 from hmt.text.small_file import read_object
 from hmt.text.stream import TextStream, joiner_for
-from hmt.text.template import (
-    DEFAULT,
-    TOOL_USE,
-    ChatTemplate,
-    cut,
-    gguf_template_sources,
-    marked,
-    template_sources,
-)
 from hmt.text.tokenizer_file import (
     LONGEST_TOKEN,
     ConfinedEncoder,
     TokenizerFile,
 )
-from hmt.text.tools import MARKS as CALL_MARKS
-from hmt.text.tools import ToolStyle
+from hmt.text.tool_calls.dialects import MARKS as CALL_MARKS
+from hmt.text.tool_calls.dialects import ToolStyle
 
 _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -88,7 +88,7 @@ class ConfinedEncoder:
         self._worker: Worker | None = None
         self._forking = threading.Lock()  # two workers at once would leave one unused
         self._sandbox = Sandbox(
-            "hmt.sandbox.encoders:Encoders",
+            "hmt.sandbox.tokenizer_encoding:Encoders",
             {},
             lambda: tokenizer_json().encode(),
             prepare=_PREPARE,

@@ -20,7 +20,7 @@ from hmt.contracts.checkpoint import (
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import ModelSpec
 from hmt.quant import Format
-from hmt.quant.importers import (
+from hmt.quant.repacking import (
     DequantizedImporter,
     InPlaceImporter,
     JoinedPieces,

@@ -1,4 +1,4 @@
-"""Who asks when: users that wait for their answers, or arrivals that wait for nobody."""
+"""Who asks when: users that wait for their answers, or arrivals that wait for none."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

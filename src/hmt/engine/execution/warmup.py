@@ -14,7 +14,7 @@ import torch
 from hmt.base.errors import HMTError
 from hmt.base.log import logger
 from hmt.contracts.plan import Plan, Tier
-from hmt.kernels.backend import backend_on
+from hmt.kernels.backend_registry import backend_on
 
 _DECODED = 4  # tokens: the first is captured, the next replayed, and then there are guesses
 _SHORTEST = 12  # tokens of a prompt: kernels for a few are those of decoding

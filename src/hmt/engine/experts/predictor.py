@@ -31,7 +31,7 @@ Kind = tuple[PredictionSource, int]
 
 
 def candidates(guess: Sequence[Sequence[int]], source: PredictionSource) -> list[tuple[int, Kind]]:
-    """Each expert that was foreseen for some token, by its best rank, then by number of tokens."""
+    """Each expert that was predicted for some token, by its best rank, then by number of tokens."""
     best: dict[int, int] = {}
     tokens: Counter[int] = Counter()
     for token in guess:
@@ -53,7 +53,7 @@ class Trust:
         return self._probability[kind] > _PROBABLE
 
     def learn(self, predicted: Iterable[tuple[int, Kind]], chosen: set[int]) -> None:
-        """What was foreseen for a layer, read or not, and what its router chose."""
+        """What was predicted for a layer, read or not, and what its router chose."""
         for expert, kind in predicted:
             self._probability[kind] += (float(expert in chosen) - self._probability[kind]) / _MEMORY
 

@@ -77,7 +77,7 @@ class TraceHeader:
 class Routed(NamedTuple):
     """What a layer's router chose in a step: one list per token.
 
-    guess   experts that were foreseen, the likeliest first; None where nobody guessed
+    guess   experts that were predicted, the likeliest first; None without a prediction
     """
 
     step: int

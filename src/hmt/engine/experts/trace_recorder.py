@@ -1,4 +1,4 @@
-"""Recording what routers choose, and what could have been foreseen, while a model runs."""
+"""Recording what routers choose, and what could have been predicted, while a model runs."""
 
 from collections.abc import Sequence
 from pathlib import Path

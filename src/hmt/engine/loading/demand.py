@@ -16,7 +16,7 @@ from hmt.engine.loading.kv import selection_of
 from hmt.engine.loading.prefix_cache import prefix_bytes, shares_prefixes
 from hmt.engine.loading.source import Source
 from hmt.kernels import ops
-from hmt.kernels.backend import backend_on
+from hmt.kernels.backend_registry import backend_on
 from hmt.kvcache import kv_sizes, page_bytes, page_encoding
 from hmt.memory.device import Device
 from hmt.planner import Demand, KVBudgets, KVTierSizes

@@ -30,7 +30,7 @@ class _Prepared(Protocol):
 
 
 class KVSource(Protocol):
-    """What computes keys and values of texts: a `LoadedModel`."""
+    """What computes the KV of sequences: a `LoadedModel`."""
 
     @property
     def prepared(self) -> _Prepared:

@@ -67,7 +67,7 @@ def open_prefixes(
         )
     if config.kv_policy != "exact":
         raise ConfigError(
-            "with --kv-policy select texts hold keys and values that depend on what was left out; "
+            "with --kv-policy select sequences hold KV pages that depend on what was left out; "
             "leave the prefix cache off, or choose --kv-policy exact"
         )
     store, extents = None, _extents(model, config.kv_quant[0])
@@ -84,7 +84,7 @@ def open_prefixes(
 
 
 def save_some(prefixes: PrefixCache) -> bool:
-    """Save a file's worth of what ended texts leave; whether there may be more."""
+    """Save a file's worth of what ended sequences leave; whether there may be more."""
     try:
         return prefixes.tend()
     except DiskReadError as error:

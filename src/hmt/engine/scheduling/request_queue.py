@@ -1,4 +1,4 @@
-"""Who is admitted next: a queue that is fair to owners and starves nobody.
+"""Who is admitted next: a queue that is fair to owners and starves none.
 
 Pure data: no clock, no threads.
 """
@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-PATIENCE = 8  # times that somebody is passed over before their turn comes all the same
+PATIENCE = 8  # times that an entry is passed over before its turn comes all the same
 _LOOKED_AT = 16  # entries of one owner, of which one may go first
 
 
@@ -24,7 +24,7 @@ class _Entry(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[T]):
-    """Somebody who was admitted, and the place that they had in the queue."""
+    """A request that was admitted, and the place that it had in the queue."""
 
     owner: str
     priority: int

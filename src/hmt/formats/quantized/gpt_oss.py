@@ -1,6 +1,6 @@
 """gpt-oss: experts of a layer in one tensor, in MXFP4 as OpenAI publishes them, or in 16 bits.
 
-Gate and up projections share a tensor, their rows by turns: even ones are the gate's.
+Gate and up projections share a tensor, their rows interleaved: even ones are the gate's.
 """
 
 from dataclasses import replace

@@ -18,7 +18,7 @@ from hmt.contracts.kv import DISK_BUFFERS, GROUP_PAGES
 from hmt.contracts.model import KVLayer
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
-from hmt.kernels.backend import backend_on
+from hmt.kernels.backend_registry import backend_on
 from hmt.kvcache.codecs import LayerCodec
 from hmt.kvcache.offload.disk_layout import (
     GroupFormat,

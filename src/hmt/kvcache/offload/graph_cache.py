@@ -22,9 +22,9 @@ from typing_extensions import override
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import graph_ops, ops
+from hmt.kvcache.offload.attention_merge import LseMerge
 from hmt.kvcache.offload.base import OffloadedKVBase
 from hmt.kvcache.offload.host_attention import Query, attend_into
-from hmt.kvcache.offload.lse_merge import LseMerge
 from hmt.kvcache.offload.page_fetch import PageFetch
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
 from hmt.kvcache.offload.tiered_cache import PagesOfStep, TieredKV

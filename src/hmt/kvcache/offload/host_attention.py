@@ -8,8 +8,8 @@ import torch
 from hmt.base.units import MIB
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import ops, page_copies
-from hmt.kernels.backend import backend_of
-from hmt.kvcache.offload.lse_merge import LseMerge
+from hmt.kernels.backend_registry import backend_of
+from hmt.kvcache.offload.attention_merge import LseMerge
 from hmt.memory.device import wait_for_stream
 
 # Tokens of a run from which its pages come to the device, since the CPU would compute for longer

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hmt.kernels import ops
-from hmt.kernels.backend import backend_on
+from hmt.kernels.backend_registry import backend_on
 from hmt.kvcache.offload.disk_layout import Mask
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.page_store import PageStore, recode

@@ -16,13 +16,13 @@ from hmt.contracts.kv import KVAccount, PinnedPages, min_device_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
-from hmt.kernels.backend import backend_of, backend_on
+from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kvcache.allocator import SCORED_EVERY, KVAllocator, pages_of
 from hmt.kvcache.eviction import PageEvictionPolicy
+from hmt.kvcache.offload.attention_merge import LseMerge
 from hmt.kvcache.offload.base import LayerStates, OffloadedKVBase
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.host_attention import MANY_TOKENS, PageChunks, Query, attend_on_host
-from hmt.kvcache.offload.lse_merge import LseMerge
 from hmt.kvcache.offload.page_migration import PageMigration
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
 from hmt.kvcache.offload.sparse_selection import Selection

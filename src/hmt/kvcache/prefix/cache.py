@@ -12,10 +12,10 @@ from hmt.kvcache.offload.tiered_cache import TieredKV
 from hmt.kvcache.page_table import Ints
 from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.prefix.extents import PageExtents
+from hmt.kvcache.prefix.radix_tree import PrefixTree, Tokens
 from hmt.kvcache.prefix.store import PrefixStore
-from hmt.kvcache.prefix.tree import PrefixTree, Tokens
 
-_MOST_UNSAVED = 256  # texts, of which those that ended first are not saved
+_MOST_UNSAVED = 256  # sequences, of which those that ended first are not saved
 
 
 @dataclass(frozen=True, slots=True)

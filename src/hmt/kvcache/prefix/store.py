@@ -70,7 +70,7 @@ def store_buffer_bytes(page_bytes: int) -> int:
 
 
 class PrefixStore:
-    """A folder with pages of the beginnings of texts, used by any number of processes at once.
+    """A folder with pages of the prefixes of sequences, used by any number of processes at once.
 
     Files are written under another name, made durable, and then renamed, one process at a time; a
     reader sees a whole file or none.  Each page has a checksum: what is damaged is removed, told

@@ -16,8 +16,8 @@ from hmt.base.trace import Tracer
 from hmt.base.units import KIB, MIB, round_down, round_up
 from hmt.memory.allocator.arena import PAGE_BYTES, HostBuffer
 from hmt.memory.disk import uring
-from hmt.memory.disk.io_scheduler import DiskRead
 from hmt.memory.disk.read_queue import ReadQueue
+from hmt.memory.disk.read_scheduler import DiskRead
 from hmt.memory.disk.reader_kinds import open_reader
 from hmt.memory.process_memory import available_host_bytes
 
@@ -29,7 +29,8 @@ _AS_GOOD = 0.94  # of the best rate: what differs by less is chance
 # A disk with less than this in flight falls idle when a computation keeps the cores.  Decoding
 # from a disk of 2.6 to 3.0 GB/s, 4 MiB in flight gave 79% of its rate, 8 MiB 93%, 16 MiB 93%, and
 # 32 MiB 97%.  Beside idle cores all of them are alike; sweeps of 0.2 s per setting found 4, 8 or
-# 16 MiB the fastest by turns; so settings with enough in flight come first unless clearly slower.
+# 16 MiB the fastest in different runs; so settings with enough in flight come first unless clearly
+# slower.
 _ENOUGH_S = 6e-3
 _CLEARLY_SLOWER = 0.85
 _WORTH_REPEATING = 0.9

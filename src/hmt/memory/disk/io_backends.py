@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 from typing_extensions import override
 
 from hmt.base.errors import DiskReadError, HMTError
-from hmt.memory.disk.io_scheduler import IoRequest, ReadGroup
+from hmt.memory.disk.read_scheduler import IoRequest, ReadGroup
 from hmt.memory.disk.readers import DiskReader, VectorReader
 
 

@@ -1,6 +1,6 @@
 """The queue of disk reads: what waits, what is being read, and who hears of the end.
 
-The order is `hmt.memory.disk.io_scheduler`'s; the reading is an issuer's
+The order is `hmt.memory.disk.read_scheduler`'s; the reading is an issuer's
 (`hmt.memory.disk.io_backends`).
 """
 
@@ -15,7 +15,7 @@ from hmt.base.trace import Tracer
 from hmt.base.units import MIB
 from hmt.contracts.store import Priority
 from hmt.memory.disk.io_backends import backend_of
-from hmt.memory.disk.io_scheduler import DiskRead, Done, IoRequest, IoScheduler, ReadGroup
+from hmt.memory.disk.read_scheduler import DiskRead, Done, IoRequest, IoScheduler, ReadGroup
 from hmt.memory.disk.readers import DiskReader
 
 

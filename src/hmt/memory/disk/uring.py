@@ -16,7 +16,7 @@ from hmt.base import extension
 from hmt.base.errors import DiskReadError, HMTError
 from hmt.base.log import warn_once
 from hmt.memory.disk.io_backends import BackendReader, IoBackend, ReadWork, start_threads
-from hmt.memory.disk.io_scheduler import IoRequest, ReadGroup
+from hmt.memory.disk.read_scheduler import IoRequest, ReadGroup
 from hmt.memory.disk.readers import OpenFiles, PreadReader, read_failed
 
 _MOST_READS = 64  # at once; what limits large ones is the queue's bound on bytes

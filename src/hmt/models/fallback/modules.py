@@ -16,7 +16,7 @@ from torch.func import functional_call
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops
-from hmt.kernels.backend import backend_on
+from hmt.kernels.backend_registry import backend_on
 from hmt.models.fallback.call_context import StoppedError, current_context
 from hmt.models.fallback.device_cache import first_place, moved_to, place_of
 

@@ -24,7 +24,7 @@ from hmt.contracts.plan import Tier
 from hmt.planner.cost.attention_cost import attention_ops, attention_seconds, attention_work, over
 from hmt.planner.cost.expert_hit_rate import REQUESTED_AHEAD, Needed, needed_experts
 from hmt.planner.cost.gemm_cost import GemmCost
-from hmt.planner.cost.prediction import Prediction, RunFactors, StepCost
+from hmt.planner.cost.step_prediction import Prediction, RunFactors, StepCost
 from hmt.planner.cost.workload import ExpertWork, LayerWork, Sums, Workload
 
 _PREFILL_TOKENS = 32  # of a step with prompts in which a device computes as with long prompts

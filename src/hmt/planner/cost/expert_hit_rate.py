@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from hmt.base.errors import ConfigError
 
-# Of 2 to 8 texts through one cache of a third of the experts or less, on recorded and on synthetic
-# traces: misses are predicted 26% too few to 24% too many, 5% off in the middle.  As if all texts
-# had one working set (0) it was a tenth to all of them, 30% too few in the middle.
+# Of 2 to 8 sequences through one cache of a third of the experts or less, on recorded and on
+# synthetic traces: misses are predicted 26% too few to 24% too many, 5% off in the middle.  As if
+# all sequences had one working set (0) it was a tenth to all of them, 30% too few in the middle.
 USUAL_INDEPENDENCE = 0.95
 # Of a layer's experts, those that steps of a size have used: from here on the engine asks for all
 # of them ahead.  With less the disk reads too much: 64 tokens of a small trained model used 70% of
@@ -85,10 +85,10 @@ def measured_curve(
 def shared_hits(curve: HitCurve, residency: float, sequences: float = 1.0) -> float:
     """The share of chosen experts in a cache that `sequences` share; the curve is that of one.
 
-    A cache holds what was chosen lately, and texts choose independently: where each has chosen a
-    share s of all experts lately, all together have 1 - (1 - s) ** texts, which is what fits.  A
-    text finds what it has chosen itself (the curve at s), and of the rest what others have.  That
-    some experts are popular with all of them makes `sequences` count for a little less.
+    A cache holds what was chosen lately, and sequences choose independently: where each has chosen
+    a share s of all experts lately, all together have 1 - (1 - s) ** sequences, which is what fits.
+    A sequence finds what it has chosen itself (the curve at s), and of the rest what others have.
+    That some experts are popular with all of them makes `sequences` count for a little less.
     """
     if residency >= 1.0 or sequences <= 1.0:
         return curve.hits(residency)
@@ -131,7 +131,7 @@ def needed_experts(
     """
     if not experts or not chosen:
         return Needed(0.0, 0.0)
-    # All that each text's tokens need, and then what independent texts do.
+    # All that each sequence's tokens need, and then what independent sequences do.
     own = own_share(min(1.0, cached / experts), sequences, curve.independence) * experts
     own_hits = min(curve.hits(own / experts), own / chosen)
     first = _union(own, own_hits * chosen, 1.0) + _union(

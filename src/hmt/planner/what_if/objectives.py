@@ -9,7 +9,7 @@ from hmt.base.errors import BudgetError, ConfigError
 from hmt.base.units import round_down
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.planner.cost.cost_model import CostModel
-from hmt.planner.cost.prediction import Prediction
+from hmt.planner.cost.step_prediction import Prediction
 from hmt.planner.placement.device_estimate import DeviceEstimate
 from hmt.planner.placement.footprint import default_chunk
 from hmt.planner.placement.kv_tiers import KVBudgets

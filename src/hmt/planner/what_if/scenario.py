@@ -14,7 +14,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Plan
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.demand import Demand
-from hmt.planner.cost.prediction import Prediction, RunFactors, plan_kind
+from hmt.planner.cost.step_prediction import Prediction, RunFactors, plan_kind
 from hmt.planner.cost.workload import workload_of
 from hmt.planner.placement.device import DeviceChoice
 from hmt.planner.placement.footprint import default_chunk
@@ -32,7 +32,7 @@ DemandFor = Callable[[str | None, int], Demand]
 
 
 def positions_of(users: int, context: int) -> int:
-    """Of keys and values, for so many texts of that length: each has whole pages of its own."""
+    """Of the KV cache, for so many sequences of that length: each has whole pages of its own."""
     return context if users == 1 else users * round_up(context, PAGE_TOKENS)
 
 

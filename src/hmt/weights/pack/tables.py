@@ -14,7 +14,7 @@ from hmt.contracts.blocks import BlockId, Role
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Encoding
 from hmt.quant import Format
-from hmt.quant.importers import DequantizedImporter
+from hmt.quant.repacking import DequantizedImporter
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart
 from hmt.weights.layout import BlockLayout, RowHolder, RowSpan, Table, TablePart, Target, lay_out
 

@@ -1,4 +1,4 @@
-"""Which blocks somebody expects, how surely, and what became of those that were read on a guess."""
+"""Which blocks are expected, how surely, and what became of those that were read on a guess."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,8 @@ from torch import Tensor
 from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import PANEL_BLOCK, Encoding, WeightTensor
 from hmt.kernels.panel_packing import pack_codes, pack_pairs
-from hmt.quant.importers.bits import unpack_nibbles
 from hmt.quant.packed import Format, pack_groups
+from hmt.quant.repacking.bits import unpack_nibbles
 
 _GROUPS = (128, 64, 32, 16)  # those that kernels have
 

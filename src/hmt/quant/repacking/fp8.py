@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.quant.importers.bits import scales_as_f32
-from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.packed import Format
+from hmt.quant.repacking.bits import scales_as_f32
+from hmt.quant.repacking.interface import WeightImporter
 
 
 @dataclass(frozen=True, slots=True)

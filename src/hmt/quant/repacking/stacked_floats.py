@@ -1,4 +1,4 @@
-"""Floats of several weights in one tensor: transposed, or by turns."""
+"""Floats of several weights in one tensor: transposed, or interleaved."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.quant.importers.bits import DTYPES, as_tensor
-from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.packed import Format
+from hmt.quant.repacking.bits import DTYPES, as_tensor
+from hmt.quant.repacking.interface import WeightImporter
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class StackedFloats(WeightImporter):
     """Numbers whose rows are spread over a tensor (gpt-oss in 16 bits, and its biases).
 
     dtype         "F32", "F16" or "BF16"
-    interleaved   rows belong to this many weights by turns
+    interleaved   rows of this many weights are interleaved
     turn          which of them this one is
     columns       of a transposed weight: how many rows there are in all, so that the part is
                   [in, columns] and comes whole; 0 where rows lie one after the other

@@ -11,10 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.quant.importers.bits import as_tensor
-from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
+from hmt.quant.repacking.bits import as_tensor
+from hmt.quant.repacking.interface import WeightImporter
+from hmt.quant.repacking.row_chunks import row_chunks
 
 
 @dataclass(frozen=True, slots=True)

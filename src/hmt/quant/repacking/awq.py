@@ -9,11 +9,11 @@ from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels.panel_packing import pack_awq
-from hmt.quant.importers.bits import as_tensor
-from hmt.quant.importers.grouped import fill_grouped, fill_groups, grouped_format
-from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
+from hmt.quant.repacking.bits import as_tensor
+from hmt.quant.repacking.grouped import fill_grouped, fill_groups, grouped_format
+from hmt.quant.repacking.interface import WeightImporter
+from hmt.quant.repacking.row_chunks import row_chunks
 
 _BITS = 4
 _PER_WORD = 8

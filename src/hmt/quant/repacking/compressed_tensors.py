@@ -11,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import WeightTensor
-from hmt.quant.importers.bits import DTYPES, as_tensor, pairs_or_codes, unpack_bits
-from hmt.quant.importers.grouped import fill_grouped, grouped_format
-from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
+from hmt.quant.repacking.bits import DTYPES, as_tensor, pairs_or_codes, unpack_bits
+from hmt.quant.repacking.grouped import fill_grouped, grouped_format
+from hmt.quant.repacking.interface import WeightImporter
+from hmt.quant.repacking.row_chunks import row_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from typing_extensions import override
 from hmt.contracts.encoding import PANEL_BLOCK, Encoding, WeightTensor
 from hmt.kernels.panel_packing import pack_pairs
 from hmt.kernels.reference.packing import E2M1
-from hmt.quant.importers.bits import as_tensor, unpack_nibbles
-from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format, pack_groups
+from hmt.quant.repacking.bits import as_tensor, unpack_nibbles
+from hmt.quant.repacking.interface import WeightImporter
+from hmt.quant.repacking.row_chunks import row_chunks
 
 _NVFP4_GROUP = 16
 _MXFP4_GROUP = 32
@@ -67,7 +67,7 @@ class NVFP4(WeightImporter):
 class MXFP4(WeightImporter):
     """Pairs of codes and a power of two per 32 inputs (OCP MX 1.0).
 
-    interleaved   published rows belong to this many weights by turns: 2 for gpt-oss, whose
+    interleaved   published rows of this many weights are interleaved: 2 for gpt-oss, whose
                   gate and up projections share a tensor
     turn          which of them this one is
 

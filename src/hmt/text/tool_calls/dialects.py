@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from hmt.contracts.request import Grammar, GrammarKind
-from hmt.text.call_grammars import (
+from hmt.text.harmony import harmony_rules, is_harmony
+from hmt.text.stream import StopStrings
+from hmt.text.tool_calls.dialect_parsers import (
+    ARGS,
+    CALL_ID,
+    TOOL_CALLS,
+    TaggedReader,
+    UntaggedReader,
+)
+from hmt.text.tool_calls.grammars import (
     Rules,
     arguments_of,
     named_calls,
@@ -16,12 +25,9 @@ from hmt.text.call_grammars import (
     python_calls,
     xml_calls,
 )
-from hmt.text.call_readers import ARGS, CALL_ID, TOOL_CALLS, TaggedReader, UntaggedReader
-from hmt.text.calls import CallReader, ToolCall
-from hmt.text.harmony import harmony_rules, is_harmony
-from hmt.text.parameters import Parameters, as_json
-from hmt.text.stream import StopStrings
-from hmt.text.xml_calls import FUNCTION, PARAMETER, XmlReader
+from hmt.text.tool_calls.parameters import Parameters, as_json
+from hmt.text.tool_calls.parser import CallReader, ToolCall
+from hmt.text.tool_calls.xml_dialect import FUNCTION, PARAMETER, XmlReader
 
 _TAGS: Final = ("<tool_call>", "</tool_call>")
 _LFM: Final = ("<|tool_call_start|>", "<|tool_call_end|>")

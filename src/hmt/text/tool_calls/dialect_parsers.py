@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from hmt.text.balance import Balance
-from hmt.text.calls import CallReader, ToolCall
-from hmt.text.parameters import Parameters, as_json, read_json
-from hmt.text.python_literal import read_literal
+from hmt.text.tool_calls.balance import Balance
+from hmt.text.tool_calls.parameters import Parameters, as_json, read_json
+from hmt.text.tool_calls.parser import CallReader, ToolCall
+from hmt.text.tool_calls.python_literal import read_literal
 
 # Waits for more text; the result tells whether what was sought is there.
 Seeking = Generator[None, None, bool]

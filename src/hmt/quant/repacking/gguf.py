@@ -18,11 +18,11 @@ from hmt.base.units import round_up
 from hmt.contracts.encoding import BLOCK_SHAPES, PANEL_ROWS, Encoding, WeightTensor
 from hmt.kernels import gguf_packing
 from hmt.kernels.reference.packing import pack_blocks
-from hmt.quant.importers.dequantized import dequantized
-from hmt.quant.importers.floats import Floats
-from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_order import grouped_by_heads, turn_back
 from hmt.quant.packed import Format, pack_groups, row_slice
+from hmt.quant.repacking.dequantized import dequantized
+from hmt.quant.repacking.floats import Floats
+from hmt.quant.repacking.interface import WeightImporter
+from hmt.quant.repacking.row_order import grouped_by_heads, turn_back
 
 # Rows are unpacked so many bytes at a time: what is made of them on the way stays in the cache.
 _CHUNK_BYTES = 1 << 18

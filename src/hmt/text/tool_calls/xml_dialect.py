@@ -17,8 +17,8 @@ from typing import Final
 
 from typing_extensions import override
 
-from hmt.text.call_readers import Seeking, TaggedReader
-from hmt.text.parameters import Parameters, as_json
+from hmt.text.tool_calls.dialect_parsers import Seeking, TaggedReader
+from hmt.text.tool_calls.parameters import Parameters, as_json
 
 FUNCTION: Final = "<function="
 FUNCTION_END: Final = "</function>"

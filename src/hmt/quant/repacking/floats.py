@@ -7,10 +7,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.quant.importers.bits import DTYPES, as_tensor
-from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_order import turn_back
 from hmt.quant.packed import Format
+from hmt.quant.repacking.bits import DTYPES, as_tensor
+from hmt.quant.repacking.interface import WeightImporter
+from hmt.quant.repacking.row_order import turn_back
 
 
 @dataclass(frozen=True, slots=True)

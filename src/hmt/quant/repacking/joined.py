@@ -7,9 +7,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import PANEL_ROWS, Encoding, WeightTensor
-from hmt.quant.importers.dequantized import dequantized
-from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.packed import Format, row_slice
+from hmt.quant.repacking.dequantized import dequantized
+from hmt.quant.repacking.interface import WeightImporter
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from hmt.text.python_literal import read_literal
+from hmt.text.tool_calls.python_literal import read_literal
 
 _MAX_DEPTH: Final = 16  # schemas inside one another
 _NAMES: Final = {

@@ -7,7 +7,7 @@ from hmt.contracts.plan import Plan
 from hmt.contracts.step import SchedulerOutput
 from hmt.planner import Demand
 from hmt.planner.cost.cost_model import CostModel
-from hmt.planner.cost.prediction import RunFactors, StepCost
+from hmt.planner.cost.step_prediction import RunFactors, StepCost
 from hmt.planner.cost.workload import workload_of
 
 

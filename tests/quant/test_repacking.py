@@ -19,13 +19,13 @@ from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels import ops, panel_packing, reference
 from hmt.quant import empty_weight
-from hmt.quant.importers.awq import AWQ
-from hmt.quant.importers.bits import unpack_bits
-from hmt.quant.importers.bitsandbytes import BitsAndBytesInt8, BitsAndBytesTable
-from hmt.quant.importers.compressed_tensors import CompressedIntegers
-from hmt.quant.importers.fp4 import MXFP4, NVFP4
-from hmt.quant.importers.fp8 import FP8
-from hmt.quant.importers.gptq import GPTQ
+from hmt.quant.repacking.awq import AWQ
+from hmt.quant.repacking.bits import unpack_bits
+from hmt.quant.repacking.bitsandbytes import BitsAndBytesInt8, BitsAndBytesTable
+from hmt.quant.repacking.compressed_tensors import CompressedIntegers
+from hmt.quant.repacking.fp4 import MXFP4, NVFP4
+from hmt.quant.repacking.fp8 import FP8
+from hmt.quant.repacking.gptq import GPTQ
 
 F16, F32 = torch.float16, torch.float32
 ROWS, COLUMNS = 20, 96

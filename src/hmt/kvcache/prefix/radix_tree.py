@@ -1,4 +1,4 @@
-"""A radix tree over pages: which beginnings of texts have their keys and values somewhere."""
+"""A radix tree over pages: which prefixes of sequences have their KV pages cached."""
 
 import heapq
 import time
@@ -25,7 +25,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 class PrefixCounters:
     """What a tree was asked for, and what it gave up.
 
-    lookups      texts that were looked for
+    lookups      sequences that were looked for
     hits         of these, ones whose first page at least was held
     hit_tokens   positions that were held of them
     inserted     pages that came
@@ -119,7 +119,7 @@ class PrefixTree:
         return ids
 
     def used(self, ids: Ints) -> None:
-        """A text was looked for, and `ids` are what `find` found and somebody uses now."""
+        """A sequence was looked for, and `ids` are what `find` found and a request uses now."""
         self.counters.lookups += 1
         self.counters.hits += len(ids) > 0
         self.counters.hit_tokens += PAGE_TOKENS * len(ids)

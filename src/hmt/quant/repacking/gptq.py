@@ -9,11 +9,11 @@ from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.quant.importers.bits import as_tensor, pairs_or_codes, unpack_bits
-from hmt.quant.importers.grouped import fill_grouped, grouped_format
-from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
+from hmt.quant.repacking.bits import as_tensor, pairs_or_codes, unpack_bits
+from hmt.quant.repacking.grouped import fill_grouped, grouped_format
+from hmt.quant.repacking.interface import WeightImporter
+from hmt.quant.repacking.row_chunks import row_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Chat templates: messages to the text that the model was trained on.
 
-Templates come with checkpoints from strangers: `hmt.sandbox.templates` renders them in a child
-process that the kernel holds to limits.
+Templates come with checkpoints from strangers: `hmt.sandbox.template_rendering` renders them in a
+child process that the kernel holds to limits.
 """
 
 import threading
@@ -43,7 +43,7 @@ class ChatTemplate:
         self._lock = threading.Lock()
         self._worker: Worker | None = None
         self._sandbox = Sandbox(
-            "hmt.sandbox.templates:Templates",
+            "hmt.sandbox.template_rendering:Templates",
             {"longest": _LONGEST},
             prepare=_PREPARE,
             worker=_LIMITS,

@@ -9,8 +9,8 @@ from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels import ops
-from hmt.quant.importers.interface import WeightImporter
 from hmt.quant.packed import Format, empty_weight
+from hmt.quant.repacking.interface import WeightImporter
 
 
 @dataclass(frozen=True, slots=True)

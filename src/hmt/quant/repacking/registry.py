@@ -5,16 +5,16 @@ from functools import cache
 from typing import Any
 
 from hmt.contracts.checkpoint import FormName
-from hmt.quant.importers.awq import AWQ
-from hmt.quant.importers.bitsandbytes import BitsAndBytesInt8, BitsAndBytesTable
-from hmt.quant.importers.compressed_tensors import CompressedIntegers
-from hmt.quant.importers.floats import Floats
-from hmt.quant.importers.fp4 import MXFP4, NVFP4
-from hmt.quant.importers.fp8 import FP8
-from hmt.quant.importers.gguf import Gguf, GgufLatent, GgufReordered
-from hmt.quant.importers.gptq import GPTQ
-from hmt.quant.importers.interface import InPlaceImporter, WeightImporter
-from hmt.quant.importers.stacked_floats import StackedFloats
+from hmt.quant.repacking.awq import AWQ
+from hmt.quant.repacking.bitsandbytes import BitsAndBytesInt8, BitsAndBytesTable
+from hmt.quant.repacking.compressed_tensors import CompressedIntegers
+from hmt.quant.repacking.floats import Floats
+from hmt.quant.repacking.fp4 import MXFP4, NVFP4
+from hmt.quant.repacking.fp8 import FP8
+from hmt.quant.repacking.gguf import Gguf, GgufLatent, GgufReordered
+from hmt.quant.repacking.gptq import GPTQ
+from hmt.quant.repacking.interface import InPlaceImporter, WeightImporter
+from hmt.quant.repacking.stacked_floats import StackedFloats
 
 _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "in place": InPlaceImporter,
