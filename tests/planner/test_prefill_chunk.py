@@ -6,9 +6,9 @@ import pytest
 from models import machine_with, outlook, random_machine, random_model, setting, small_model
 
 from hmt.contracts.plan import Tier
-from hmt.planner import default_chunk
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.workload import workload_of
+from hmt.planner.placement.footprint import default_chunk
 
 
 @pytest.mark.parametrize("device", [0.7, 2.0], ids=["copied", "resident"])
