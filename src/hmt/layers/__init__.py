@@ -19,6 +19,7 @@ from hmt.layers.moe import (
 )
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary, border_of, check_options, common_border, yarn_mscale
+from hmt.layers.short_conv import ShortConv
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Rotary",
     "Router",
     "Routing",
+    "ShortConv",
     "SoftmaxRouter",
     "add_routed_experts",
     "border_of",

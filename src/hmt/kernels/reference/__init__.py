@@ -20,6 +20,7 @@ from hmt.kernels.reference.elementwise import (
     rms_norm_quantize,
     rope,
     rope_inplace,
+    sigmoid,
     sigmoid_gated,
 )
 from hmt.kernels.reference.expert_cache import (
@@ -150,6 +151,7 @@ __all__ = [
     "rope_inplace",
     "router_inputs",
     "scattered_experts",
+    "sigmoid",
     "sigmoid_gated",
     "softmax_topk",
     "support",
