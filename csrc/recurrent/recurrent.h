@@ -72,15 +72,20 @@ struct DeltaRule {
   size_t work_row() const { return 2 * keys() + 2 * heads; }
 };
 
-constexpr size_t kConvChannels = 64;  // that a thread takes at a time
-constexpr size_t kDeltaColumns = 64;  // the same of a head's matrix
+// What a thread takes at a time.  Rows of thousands of channels are so many pages apart that 64
+// channels of 512 tokens took ten times as long as whole rows.
+constexpr size_t kConvTokens = 8, kConvChannels = 1024;
+constexpr size_t kDeltaColumns = 64;  // of a head's matrix
 
 void causal_conv(const CausalConv& conv, StateRuns runs, size_t threads);
 void gated_delta_rule(const DeltaRule& rule, StateRuns runs, size_t threads);
 
 struct RecurrentKernels {
-  // Channels [begin, end) of one run.
-  void (*conv)(const CausalConv& conv, const StateRun& run, size_t begin, size_t end);
+  // Channels [begin, end) of tokens [first, last) of one run.
+  void (*conv)(const CausalConv& conv, const StateRun& run, size_t first, size_t last,
+               size_t begin, size_t end);
+  // What stays of these channels once the run's tokens are computed.
+  void (*conv_tail)(const CausalConv& conv, const StateRun& run, size_t begin, size_t end);
   // Queries, keys, g and b of tokens [begin, end).
   void (*delta_inputs)(const DeltaRule& rule, size_t begin, size_t end);
   // Columns [begin, end) of a head's matrix, for all tokens of one run.

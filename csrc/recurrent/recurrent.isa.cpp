@@ -11,48 +11,63 @@ constexpr size_t kRegisters = kDeltaColumns / 16;
 
 HMT_INLINE F16v sigmoid(F16v x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
 
-// Sixteen channels from c on, of which `count` are there.
+// Row `at` of a run's tokens, or, where that is negative, of those before it.
 template <typename Numbers>
-void conv_lanes(const CausalConv& p, const StateRun& run, size_t c, size_t count) {
+HMT_INLINE F16v row_at(const CausalConv& p, const StateRun& run, ptrdiff_t at, size_t c,
+                       size_t count) {
+  if (at >= 0) {
+    const size_t token = run.offset + static_cast<size_t>(at);
+    return read<Numbers>(static_cast<const typename Numbers::Type*>(p.x) + token * p.stride + c,
+                         count);
+  }
+  if (run.begins) return zero();
+  const size_t row = p.width - 1 - static_cast<size_t>(-at);
+  return read<F32Numbers>(p.tails + run.slot * p.slot_stride + row * p.channels + c, count);
+}
+
+template <typename Numbers>
+void conv_lanes(const CausalConv& p, const StateRun& run, size_t first, size_t last, size_t c,
+                size_t count) {
   using Type = typename Numbers::Type;
-  const size_t before = p.width - 1;
-  float taps[kWidest][16] = {};
-  for (size_t lane = 0; lane < count; ++lane) {
-    for (size_t i = 0; i < p.width; ++i) taps[i][lane] = p.weight[(c + lane) * p.width + i];
-  }
-  // The last tokens, in a ring: the oldest at `next`.
-  float past[kWidest][16] = {};
-  float* tail = p.tails + run.slot * p.slot_stride + c;
-  for (size_t i = 0; i < before; ++i) {
-    store(past[i], run.begins ? zero() : read<F32Numbers>(tail + i * p.channels, count));
-  }
-  size_t next = 0;
-  for (size_t t = run.offset; t < run.offset + run.length; ++t) {
-    const Type* x = static_cast<const Type*>(p.x) + t * p.stride + c;
-    const F16v now = read<Numbers>(x, count);
-    F16v total = zero();
-    size_t at = next;
-    for (size_t i = 0; i < before; ++i) {
-      total = fma(load(past[at]), load(taps[i]), total);
-      at = at + 1 < before ? at + 1 : 0;
+  const ptrdiff_t before = static_cast<ptrdiff_t>(p.width) - 1;
+  float taps[kWidest][16];
+  for (size_t i = 0; i < p.width; ++i) {
+    for (size_t lane = 0; lane < 16; ++lane) {
+      taps[i][lane] = lane < count ? p.weight[(c + lane) * p.width + i] : 0.0f;
     }
-    total = fma(now, load(taps[before]), total);
-    store(past[next], now);
-    next = next + 1 < before ? next + 1 : 0;
-    Type* out = static_cast<Type*>(p.out) + t * p.channels + c;
-    if (p.gated) total = mul(total, sigmoid(total));
-    write<Numbers>(out, count, Numbers::round(total));
   }
-  for (size_t i = 0; i < before; ++i) {
-    write<F32Numbers>(tail + i * p.channels, count, load(past[next]));
-    next = next + 1 < before ? next + 1 : 0;
+  for (size_t t = first; t < last; ++t) {
+    F16v total = zero();
+    for (ptrdiff_t i = 0; i <= before; ++i) {
+      const ptrdiff_t at = static_cast<ptrdiff_t>(t) - before + i;
+      total = fma(row_at<Numbers>(p, run, at, c, count), load(taps[i]), total);
+    }
+    if (p.gated) total = mul(total, sigmoid(total));
+    Type* out = static_cast<Type*>(p.out) + (run.offset + t) * p.channels + c;
+    write<Numbers>(out, count, Numbers::round(total));
   }
 }
 
-void conv(const CausalConv& p, const StateRun& run, size_t begin, size_t end) {
+void conv(const CausalConv& p, const StateRun& run, size_t first, size_t last, size_t begin,
+          size_t end) {
   with_numbers(p.type, [&](auto numbers) {
     for (size_t c = begin; c < end; c += 16) {
-      conv_lanes<decltype(numbers)>(p, run, c, end - c < 16 ? end - c : 16);
+      conv_lanes<decltype(numbers)>(p, run, first, last, c, end - c < 16 ? end - c : 16);
+    }
+  });
+}
+
+void conv_tail(const CausalConv& p, const StateRun& run, size_t begin, size_t end) {
+  with_numbers(p.type, [&](auto numbers) {
+    using Numbers = decltype(numbers);
+    const ptrdiff_t before = static_cast<ptrdiff_t>(p.width) - 1;
+    for (size_t c = begin; c < end; c += 16) {
+      const size_t count = end - c < 16 ? end - c : 16;
+      for (ptrdiff_t i = 0; i < before; ++i) {  // each row comes from a later one
+        const ptrdiff_t at = static_cast<ptrdiff_t>(run.length) - before + i;
+        float* row = p.tails + run.slot * p.slot_stride + static_cast<size_t>(i) * p.channels + c;
+        write<F32Numbers>(row, count, row_at<Numbers>(p, run, at, c, count));
+      }
     }
   });
 }
@@ -108,8 +123,8 @@ void delta_inputs(const DeltaRule& rule, size_t begin, size_t end) {
   });
 }
 
-// `Count` registers of columns, of which the last has `last` columns.
-template <typename Numbers, size_t Count>
+// `Count` registers of columns; the last one has 16 if `Whole`, else `last`.
+template <typename Numbers, size_t Count, bool Whole>
 void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t column,
                    size_t last) {
   using Type = typename Numbers::Type;
@@ -119,7 +134,7 @@ void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t 
     return state + i * p.value_dim + 16 * c;
   };
   const auto lanes = [&](size_t c) __attribute__((always_inline)) {
-    return c + 1 < Count ? size_t{16} : last;
+    return Whole || c + 1 < Count ? size_t{16} : last;
   };
   if (run.begins) {
     for (size_t i = 0; i < p.key_dim; ++i) {
@@ -167,17 +182,17 @@ void delta(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, s
   with_numbers(p.type, [&](auto numbers) {
     using Numbers = decltype(numbers);
     if (end - begin == 16 * kRegisters) {
-      delta_columns<Numbers, kRegisters>(p, run, head, begin, 16);
+      delta_columns<Numbers, kRegisters, true>(p, run, head, begin, 16);
       return;
     }
     for (size_t c = begin; c < end; c += 16) {
-      delta_columns<Numbers, 1>(p, run, head, c, end - c < 16 ? end - c : 16);
+      delta_columns<Numbers, 1, false>(p, run, head, c, end - c < 16 ? end - c : 16);
     }
   });
 }
 
 }  // namespace
 
-const RecurrentKernels recurrent_kernels = {conv, delta_inputs, delta};
+const RecurrentKernels recurrent_kernels = {conv, conv_tail, delta_inputs, delta};
 
 }  // namespace hmt::HMT_ISA
