@@ -32,6 +32,7 @@ struct Kernel {
 void bind_base(nb::module_& m);
 void bind_linear(nb::module_& m);
 void bind_fused(nb::module_& m);
+void bind_recurrent(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_sublayers(nb::module_& m);

@@ -7,6 +7,7 @@ NB_MODULE(_native, m) {
   hmt::binding::bind_base(m);
   hmt::binding::bind_linear(m);
   hmt::binding::bind_fused(m);
+  hmt::binding::bind_recurrent(m);
   hmt::binding::bind_attention(m);
   hmt::binding::bind_experts(m);
   hmt::binding::bind_sublayers(m);

@@ -19,6 +19,7 @@ from hmt.contracts.store import LeasedGroup, Priority, RecurrentState, StateRun
 from hmt.kernels import ops
 from hmt.models import open_model
 
+_MOST = 64  # sequences that have recurrent state
 _ENCODINGS = {
     torch.float32: Encoding.F32,
     torch.float16: Encoding.F16,
@@ -102,8 +103,11 @@ class PlainKV:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.layers = spec.kv_layers
-        self.states = spec.state_layers
-        self.slots: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        self.slots: dict[int, int] = {}  # by sequence
+        self.kept = {
+            layer: {one.name: torch.full((_MOST, *one.shape), 7.0) for one in state}
+            for layer, state in spec.state_layers.items()
+        }
         self.keys: dict[tuple[int, int], torch.Tensor] = {}
         self.values: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -150,13 +154,16 @@ class PlainKV:
         return self.attend(layer, step, query, **options).flatten(1)
 
     def state(self, layer: int, step: Step) -> RecurrentState:
-        """One slot for each run, which are views of what sequences keep: not what engines do."""
-        runs, kept = [], []
-        for slot, run in enumerate(step.segments):
-            runs.append(StateRun(slot, run.offset, run.length, run.start == 0))
-            fresh = {one.name: torch.full(one.shape, 7.0) for one in self.states[layer]}
-            kept.append(self.slots.setdefault((layer, run.sequence), fresh))
-        return RecurrentState({name: [own[name] for own in kept] for name in kept[0]}, runs)
+        runs = [
+            StateRun(
+                self.slots.setdefault(run.sequence, len(self.slots)),
+                run.offset,
+                run.length,
+                run.start == 0,
+            )
+            for run in step.segments
+        ]
+        return RecurrentState(self.kept[layer], runs)
 
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]
@@ -204,7 +211,7 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             else:
                 tensor.copy_(normal(tensor, 0.15))
         for name, tensor in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(normal(tensor, 0.2))
 
 

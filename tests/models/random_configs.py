@@ -200,6 +200,33 @@ def _qwen3_5_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _delta_experts(rng, tie_word_embeddings=True, num_experts_per_tok=1)
 
 
+def _conv(rng: random.Random, **given: Any) -> dict[str, Any]:
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    sizes = {"num_hidden_layers": 4, "layer_types": kinds, "conv_L_cache": rng.choice([2, 3, 4])}
+    sizes["norm_eps"] = 1e-5
+    found = _dense(rng, **(sizes | given))
+    del found["rms_norm_eps"]
+    return found
+
+
+def _lfm2(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _conv(rng, block_auto_adjust_ff_dim=False, conv_L_cache=3)
+    yield _conv(rng, block_multiple_of=16, block_ffn_dim_multiplier=1.3)
+    yield _conv(rng, block_multiple_of=8, tie_word_embeddings=False, **_rope(YARN))
+
+
+def _lfm2_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
+    sparse = {"num_experts": 7, "moe_intermediate_size": 20, "num_dense_layers": 1}
+    yield _conv(rng, **sparse, num_experts_per_tok=3)
+    yield _conv(
+        rng, **sparse | {"num_dense_layers": 2}, num_experts_per_tok=2, norm_topk_prob=False
+    )
+    yield _conv(
+        rng, **sparse | {"num_dense_layers": 0}, num_experts_per_tok=2, use_expert_bias=False,
+        routed_scaling_factor=1.5,
+    )  # fmt: skip
+
+
 def _latent(rng: random.Random, **given: Any) -> dict[str, Any]:
     heads = rng.choice([2, 3, 5])
     sizes = {
@@ -265,6 +292,8 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,

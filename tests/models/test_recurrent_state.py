@@ -159,8 +159,9 @@ def test_beams_are_those_of_transformers(made: tuple[Path, PreTrainedModel]) -> 
 def test_state_is_part_of_the_budget(made: tuple[Path, PreTrainedModel]) -> None:
     folder, _ = made
     reserved = []
-    for batch in (1, 5):
-        with hmt.Engine(**OPTIONS, context=POSITIONS, max_batch=batch) as engine:
+    for batch, shared in ((1, False), (5, False), (1, True)):
+        options = OPTIONS | {"context": POSITIONS, "max_batch": batch, "prefix_cache": shared}
+        with hmt.Engine(**options) as engine:
             model = engine.load_model(folder)
             spec = model.prepared.model.spec
             matrices = sum(one.nbytes for state in spec.state for one in state)
@@ -168,12 +169,81 @@ def test_state_is_part_of_the_budget(made: tuple[Path, PreTrainedModel]) -> None
             reserved.append(model.plan.reserved["kv"])
             used = model._core.memory.used_bytes()["kv"]
             pages = model.plan.kv_tokens * model.prepared.demand.kv_token_bytes
-            assert pages + batch * spec.state_bytes <= used <= reserved[-1]
+            states = batch * (5 if shared else 1)
+            assert pages + states * spec.state_bytes <= used <= reserved[-1]
             assert engine._ledger.reserved_bytes(Tier.HOST) <= 64 << 20
-    assert abs(reserved[1] - reserved[0] - 4 * spec.state_bytes) < 3 * 4096
+    for more in reserved[1:]:
+        assert abs(more - reserved[0] - 4 * spec.state_bytes) < 3 * 4096
 
 
-def test_prefixes_are_not_shared(
+def check_checkpoints(model: LoadedModel) -> int:
+    """Every slot is free, of a sequence that runs, or of a page; how many are of pages."""
+    held = model._core.memory.kv.states.checkpoints
+    running = sum(map(len, held._running.values()))
+    assert held._free.free + held.kept + running == held._free.count
+    return held.kept
+
+
+@pytest.mark.parametrize("way", [{}, {"kv_gpu_memory": "1MiB"}], ids=["near", "levels"])
+def test_a_conversation_computes_what_is_new(
+    made: tuple[Path, PreTrainedModel], way: dict[str, Any]
+) -> None:
+    """Each turn goes on from where the last answer ended; an edited one from before the edit."""
+    folder, _ = made
+    options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
+    with hmt.Engine(**options) as plain, hmt.Engine(**options, prefix_cache=True, **way) as engine:
+        alone, model = plain.load_model(folder), engine.load_model(folder)
+        tokens, before = ids(70, 1), 0
+        turns = [tokens]
+        for turn in range(5):
+            request = drawn(tokens, turn, 20)
+            answer = model.infer(request)
+            assert answer.token_ids == alone.infer(request).token_ids
+            computed = model.summary().prompt.tokens - before
+            before += computed
+            assert computed <= (70 if not turn else 25 + 16), (
+                "the answer's last page, and what is new"
+            )
+            tokens = [*tokens, *answer.token_ids, *ids(25, 10 + turn)]
+            turns.append(tokens)
+        # The fourth message is another: all before it is there, but for less than a page.
+        edited = [*turns[2], *ids(40, 99)]
+        assert model.infer(drawn(edited, 7)).token_ids == alone.infer(drawn(edited, 7)).token_ids
+        computed = model.summary().prompt.tokens - before
+        assert computed <= 40 + 25 + 16
+        assert check_checkpoints(model) > 3
+
+
+def test_checkpoints_give_way_and_answers_stay(made: tuple[Path, PreTrainedModel]) -> None:
+    """More beginnings than there is room for, with sequences that are sent back."""
+    folder, _ = made
+    rng = random.Random(5)
+    heads = [ids(rng.choice([16, 33, 64, 90]), 50 + n) for n in range(4)]
+    requests = [
+        drawn([*rng.choice(heads), *ids(rng.choice([1, 15, 16, 30]), n)], n, 30, stop=NEVER)
+        for n in range(14)
+    ]
+    options = OPTIONS | {"max_batch": 3}
+    with hmt.Engine(**options, context=2 * POSITIONS) as engine:
+        model = engine.load_model(folder)
+        alone = [model.infer(request).token_ids for request in requests]
+    with hmt.Engine(**options, context=POSITIONS, prefix_cache=True) as engine:
+        model = engine.load_model(folder)
+        for _ in range(8):
+            model._core.scheduler._forecast.note("", 1, whole=True)
+        for _ in range(2):
+            assert [answer.token_ids for answer in model.infer_batch(requests)] == alone
+            check_checkpoints(model)
+        tree = model._core.memory.prefixes.tree
+        assert tree.counters.hits and tree.counters.evicted
+        apart = [model.infer(drawn(heads[3] + ids(9), seed)).token_ids for seed in (1, 2, 3)]
+        answers = model.infer_choices(drawn(heads[3] + ids(9), 1), 3)
+        assert [answer.token_ids for answer in answers] == apart
+        model._loop.call(tree.clear)
+        assert check_checkpoints(model) == 0
+
+
+def test_prefixes_are_not_written(
     made: tuple[Path, PreTrainedModel], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     folder, _ = made
@@ -183,30 +253,37 @@ def test_prefixes_are_not_shared(
         model = engine.load_model(folder)
         answers = [model.infer(drawn(prompt, 1)).token_ids for _ in range(2)]
         assert answers[0] == answers[1]
-        assert model.summary().prompt.tokens == 2 * len(prompt)
+        assert model.summary().prompt.tokens == len(prompt) + 4
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "prefixes"])
 def test_a_step_that_failed_is_not_gone_on_from(
-    made: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    shared: bool, made: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers before the one that failed have advanced their state: no request may use it."""
     folder, _ = made
-    with hmt.Engine(**OPTIONS, context=POSITIONS, max_batch=3) as engine:
+    options = OPTIONS | {"context": 2 * POSITIONS, "max_batch": 3}
+    with hmt.Engine(**options) as engine:
         model = engine.load_model(folder)
         alone = [model.infer(drawn(ids(40, seed), seed)).token_ids for seed in range(3)]
+    with hmt.Engine(**options, prefix_cache=shared) as engine:
+        model = engine.load_model(folder)
         computed, layer = 0, type(model.prepared.model).layer
 
         def fails(self: Any, index: int, *args: Any) -> torch.Tensor:
             nonlocal computed
             computed += 1
-            if computed == 30 and index:
+            if computed in failing:
                 raise BudgetError("a layer fails")
             return layer(self, index, *args)
 
+        failing = set[int]()
         monkeypatch.setattr(type(model.prepared.model), "layer", fails)
-        with pytest.raises(BudgetError, match="a layer fails"):
-            model.infer(drawn(ids(40, 0), 0))
-        assert is_free(model)
+        for number in (2, 6, 11, 14, 30):  # in the first steps of a prompt, and later
+            computed, failing = 0, {number}
+            with pytest.raises(BudgetError, match="a layer fails"):
+                model.infer(drawn(ids(40, 0), 0))
+        failing = set()
         requests = [drawn(ids(40, seed), seed) for seed in range(3)]
         assert [answer.token_ids for answer in model.infer_batch(requests)] == alone

@@ -35,7 +35,7 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
     config = EngineConfig.resolve(host_memory="64MiB", **OPTIONS)
     least = smallest_budget(prepare(tmp_path, config).demand, PlanOptions(0, 64, 16))
     found, kind = [], case.config.model_type
-    apart = any(name in kind for name in ("deepseek", "qwen3_next", "qwen3_5"))
+    apart = any(name in kind for name in ("deepseek", "qwen3_next", "qwen3_5", "lfm2"))
     ways = [(1 << 26, "overlapped"), (least, "overlapped")]
     ways += [((1 << 26, least)[case.seed % 2], "plain")]  # a family has variants of both kinds
     for budget, executor in ways:

@@ -51,6 +51,7 @@ class EngineCore:
             prefixes=memory.prefixes,
             salt=lambda sequence: scope_of(sequence, border, shared=config.prefix_shared),
             border=border,
+            checkpoints=bool(self._spec.state_bytes) and memory.prefixes is not None,
             begin_answer=self._begin_answer,
         )
         self.runner = ModelRunner(prepared, config, memory, tracer)

@@ -66,6 +66,7 @@ add_rms_norm_quantize = by_device_of("residual", reference.add_rms_norm_quantize
 rope = by_device_of("x", reference.rope)
 rope_inplace = by_device_of("q", reference.rope_inplace)
 gated = by_device_of("gate", reference.gated)
+sigmoid = by_device_of("x", reference.sigmoid)
 sigmoid_gated = by_device_of("x", reference.sigmoid_gated)
 gated_pair = by_device_of("gate_up", reference.gated_pair)
 

@@ -142,6 +142,11 @@ class KVAllocator:
         return not self._slots
 
     @property
+    def has_rings(self) -> bool:
+        """Whether a kind of cache has pages that it forgets, and not one slot per sequence."""
+        return any(kind.most > 1 for kind in self._slots)
+
+    @property
     def capacity_tokens(self) -> int:
         """Positions in all."""
         return self.page_table.count * PAGE_TOKENS

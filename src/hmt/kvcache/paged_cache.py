@@ -91,6 +91,11 @@ class PagedKV:
         if self._state is not None:
             self._state.release()
 
+    @property
+    def states(self) -> StateStore | None:
+        """Recurrent state of its layers; None where they have none."""
+        return self._state
+
     def state(self, layer: int, step: Step) -> RecurrentState:
         """See KVCache."""
         assert self._state is not None

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 
 from hmt.contracts.model import LayerState
-from hmt.contracts.step import Step
+from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import RecurrentState, StateRun
 from hmt.kvcache.page_store import Pool
+from hmt.kvcache.page_table import Ints
 from hmt.kvcache.sequence_slots import SequenceSlots
+from hmt.kvcache.state_checkpoints import StateCheckpoints
 
 
 class StateStore:
@@ -19,20 +21,30 @@ class StateStore:
     layers leaves it between two positions.  So the store knows at which position each sequence's
     is, and refuses a step that begins anywhere else but at 0.
 
-    slots   which one each sequence has; stores of other layers may share them
+    slots         which one each sequence has; stores of other layers may share them
+    checkpoints   copies at borders of pages; None: there are none
     """
 
     def __init__(
-        self, layers: Mapping[int, LayerState], slots: SequenceSlots, pool: Pool[Any]
+        self,
+        layers: Mapping[int, LayerState],
+        slots: SequenceSlots,
+        pool: Pool[Any],
+        checkpoints: int = 0,
     ) -> None:
-        """Room for as many sequences as there are `slots`.  BudgetError if it is not there."""
+        """Room for as many sequences as there are `slots`, and for `checkpoints`.
+
+        Raises BudgetError if it is not there.
+        """
         self.slots = slots
+        self.checkpoints = StateCheckpoints(slots.count, checkpoints) if checkpoints else None
+        count = slots.count + checkpoints
         self._pool = pool
         size = sum(tensor.nbytes for state in layers.values() for tensor in state)
-        nbytes = slots.count * size
+        nbytes = count * size
         self._buffer = pool.allocate(nbytes) if nbytes else None
         memory = torch.empty(0) if self._buffer is None else self._buffer.tensor[:nbytes]
-        self._memory = memory.view(torch.float32).view(slots.count, size // 4)
+        self._memory = memory.view(torch.float32).view(count, size // 4)
         self._layers: dict[int, dict[str, torch.Tensor]] = {}
         first = 0
         for index, state in layers.items():
@@ -58,6 +70,23 @@ class StateStore:
         self._memory[int(ours)] = self._memory[int(theirs)]
         self._positions[other] = self._positions.get(sequence, 0)
 
+    def keep(self, sequence: int, pages: Ints) -> None:
+        """A sequence ends: let its checkpoints belong to `pages`, the first of it, for others.
+
+        And its state itself, where that is at a border of a page.
+        """
+        if self.checkpoints is None:
+            return
+        if position := self._positions.get(sequence, 0):
+            self._copy_out(Segment(sequence, position, 0, 0))
+        self.checkpoints.keep(sequence, pages)
+
+    def restore(self, sequence: int, slot: int, position: int) -> None:
+        """Let a new sequence hold the state of a checkpoint, which is that of `position`."""
+        (own,) = self.slots.of(sequence)
+        self._memory[int(own)] = self._memory[slot]
+        self._positions[sequence] = position
+
     def release(self) -> None:
         """Give the memory back."""
         self._layers.clear()
@@ -69,6 +98,8 @@ class StateStore:
         opened = self.slots.sequences
         for sequence in self._positions.keys() - opened:
             del self._positions[sequence]
+        if self.checkpoints is not None:
+            self.checkpoints.forget_all_but(opened)
         runs = []
         for run in step.segments:
             held = self._positions.get(run.sequence, 0)
@@ -79,5 +110,13 @@ class StateStore:
                 )
             self._positions[run.sequence] = run.context
             (slot,) = self.slots.of(run.sequence)
+            self._copy_out(run)
             runs.append(StateRun(int(slot), run.offset, run.length, run.start == 0))
         return tuple(runs)
+
+    def _copy_out(self, run: Segment) -> None:
+        """Make a checkpoint of the state with which a run begins, if it is worth one."""
+        slot = None if self.checkpoints is None else self.checkpoints.take(run)
+        if slot is not None:
+            (own,) = self.slots.of(run.sequence)
+            self._memory[slot] = self._memory[int(own)]

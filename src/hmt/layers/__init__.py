@@ -19,4 +19,5 @@ from hmt.layers.moe import (
 )
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary, border_of, check_options, common_border, yarn_mscale
+from hmt.layers.short_conv import ShortConv
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers

@@ -43,7 +43,7 @@ class GatedDeltaNet:
         heads = self.heads
         return (
             StateTensor("matrix", (heads.heads, heads.key_dim, heads.value_dim)),
-            StateTensor("conv", (heads.width, self.conv - 1)),
+            StateTensor("conv", (self.conv - 1, heads.width)),
         )
 
     @property

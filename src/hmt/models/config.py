@@ -247,15 +247,21 @@ def rotary_parameters(config: Config) -> list[Mapping[str, Any]]:
 def windows(config: Config) -> list[int]:
     """Each layer's sliding window; 0 where a layer sees everything."""
     known = {"full_attention": 0, "sliding_attention": config.sliding_window}
-    types = config.layer_types[: config.num_hidden_layers]
-    if len(types) < config.num_hidden_layers or not known.keys() >= set(types):
+    types = layer_kinds(config, *known)
+    if "sliding_attention" in types and config.sliding_window is None:
+        raise CheckpointError("layer_types has sliding_attention, but sliding_window is not set")
+    return [known[kind] for kind in types]
+
+
+def layer_kinds(config: Config, *known: str) -> list[str]:
+    """Each layer's entry in `layer_types`.  Raises CheckpointError unless all are `known`."""
+    types = list(config.layer_types[: config.num_hidden_layers])
+    if len(types) < config.num_hidden_layers or not set(known) >= set(types):
         raise CheckpointError(
             f"layer_types {sorted(set(types))} for {len(types)} of {config.num_hidden_layers} "
             f"layers; each layer must have one of {', '.join(known)}"
         )
-    if "sliding_attention" in types and config.sliding_window is None:
-        raise CheckpointError("layer_types has sliding_attention, but sliding_window is not set")
-    return [known[kind] for kind in types]
+    return types
 
 
 def norm(config: Config) -> RMSNorm:

@@ -40,10 +40,12 @@ class Decoder(ABC, Model):
         router: Router | None = None,
         ignored: Sequence[str] = (),
         state: Sequence[LayerState] = (),
+        norm_name: str = "model.norm.weight",
     ) -> None:
-        """`norm` is the final norm; `kv` has one entry per layer; the rest is as in ModelSpec.
+        """`norm` is the final norm, called `norm_name` in checkpoints; the rest is as in ModelSpec.
 
-        `router` is that of layers with experts, whose blocks come from `router_block`.
+        `kv` has one entry per layer; `router` is that of layers with experts, whose blocks come
+        from `router_block`.
         """
         self.dtype = dtype
         self._norm = norm
@@ -60,7 +62,7 @@ class Decoder(ABC, Model):
             blocks=(
                 _embedding(config),
                 *(block for index in range(layers) for block in self.layer_params(index)),
-                *_head(config, norm),
+                *_head(config, norm, norm_name),
             ),
             kv=tuple(kv),
             activation_width=activation_width,
@@ -190,7 +192,7 @@ def _embedding(config: Config) -> BlockSpec:
     return BlockSpec(_EMBEDDING, (table,))
 
 
-def _head(config: Config, norm: RMSNorm) -> Iterator[BlockSpec]:
+def _head(config: Config, norm: RMSNorm, norm_name: str) -> Iterator[BlockSpec]:
     vocab, hidden = config.vocab_size, config.hidden_size
     # A head in the file is the head, also where the configuration ties it to the embedding, as in
     # transformers.
@@ -199,5 +201,5 @@ def _head(config: Config, norm: RMSNorm) -> Iterator[BlockSpec]:
     for index, first in enumerate(range(0, vocab, step)):
         rows = (first, min(first + step, vocab))
         weight = ParamSpec("weight", (rows[1] - first, hidden), sources, rows=rows)
-        params = (norm.param("norm", "model.norm.weight"), weight) if index == 0 else (weight,)
+        params = (norm.param("norm", norm_name), weight) if index == 0 else (weight,)
         yield BlockSpec(BlockId(TRUNK, BlockKind.HEAD, index), params)

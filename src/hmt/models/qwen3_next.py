@@ -27,6 +27,7 @@ from hmt.models.config import (
     check_experts,
     gated_ffn,
     head_dim,
+    layer_kinds,
     require,
     rotary,
 )
@@ -73,7 +74,8 @@ class DeltaHybrid(Decoder):
             config.rms_norm_eps,
             grouped,
         )
-        self.attends = _attends(config)
+        kinds = layer_kinds(config, "full_attention", "linear_attention")
+        self.attends = [kind == "full_attention" for kind in kinds]
         self.sparse = list(sparse)
         widths = [self.attention.activation_width, self.delta.activation_width]
         if not all(sparse):
@@ -172,15 +174,3 @@ def _delta_heads(config: Config) -> ops.DeltaHeads:
             f"{_MOST_TAPS}"
         )
     return ops.DeltaHeads(keys, values, config.linear_key_head_dim, config.linear_value_head_dim)
-
-
-def _attends(config: Config) -> list[bool]:
-    """Which layers have attention, and not a delta net."""
-    known = {"full_attention": True, "linear_attention": False}
-    types = config.layer_types[: config.num_hidden_layers]
-    if len(types) < config.num_hidden_layers or not known.keys() >= set(types):
-        raise CheckpointError(
-            f"layer_types {sorted(set(types))} for {len(types)} of {config.num_hidden_layers} "
-            f"layers; each layer must have one of {', '.join(known)}"
-        )
-    return [known[kind] for kind in types]

@@ -13,7 +13,7 @@ from hmt.contracts.model import EXPERT_UNPACKED_BYTES, PAGE_TOKENS, Model
 from hmt.engine.config import EngineConfig
 from hmt.engine.experts.predictor import expert_count
 from hmt.engine.loading.kv import selection_of
-from hmt.engine.loading.prefix_cache import prefix_bytes, shares_prefixes
+from hmt.engine.loading.prefix_cache import prefix_bytes, state_checkpoints
 from hmt.engine.loading.source import Source
 from hmt.kernels import ops
 from hmt.kernels.backend_registry import backend_on
@@ -82,7 +82,7 @@ def demand_of(
     on_device, on_host, on_disk = kv_quant
     number = page_encoding(on_device, model.dtype).dtype
     # Sequences that share device pages have all of them there, windows included.
-    shared = shares_prefixes(model, config) and config.kv_gpu_memory_bytes is None
+    shared = config.prefix_cache and config.kv_gpu_memory_bytes is None
     layers = model.spec.kv_layers
     pages = kv_sizes(layers, model.dtype, on_host, on_disk, selection_of(config), on_device)
     return Demand(
@@ -94,6 +94,7 @@ def demand_of(
         kv_layer_bytes=max((layer.row_width for layer in layers.values()), default=0)
         * model.dtype.itemsize,
         sequence_bytes=model.spec.state_bytes,
+        checkpoints=state_checkpoints(model, config) // config.max_batch,
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
         prefetch_experts=config.expert_prefetch and config.executor == "overlapped",

@@ -7,6 +7,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import OnDevice, pin_pool
+from hmt.engine.loading.prefix_cache import state_checkpoints
 from hmt.kvcache import (
     AnyKV,
     KVAllocator,
@@ -57,7 +58,10 @@ def open_kv(
         state = None
         if slots is not None:
             state = StateStore(
-                {i: layer for i, layer in spec.state_layers.items() if i in members}, slots, pool
+                {i: layer for i, layer in spec.state_layers.items() if i in members},
+                slots,
+                pool,
+                state_checkpoints(model, config),
             )
         if plan.kv_tiers is None or allocator is not None:
             positions, dtype = plan.kv_tokens, model.dtype

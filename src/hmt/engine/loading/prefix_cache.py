@@ -23,19 +23,20 @@ from hmt.memory import HostPool
 if TYPE_CHECKING:
     from hmt.engine.scheduling.sequence import SequenceState
 
+# Of a conversation, where its last two prompts and answers end.
+_CHECKPOINTS_EACH = 4
 
-def shares_prefixes(model: Model, config: EngineConfig) -> bool:
-    """Whether sequences share what begins alike.
 
-    Not where layers have recurrent state: KV pages alone do not continue a sequence, and no state
-    is kept of where a prefix ends.
-    """
-    return config.prefix_cache and not model.spec.state_bytes
+def state_checkpoints(model: Model, config: EngineConfig) -> int:
+    """Copies of recurrent state that are kept for sequences that begin alike."""
+    if not config.prefix_cache or not model.spec.state_bytes:
+        return 0
+    return _CHECKPOINTS_EACH * config.max_batch
 
 
 def prefix_bytes(model: Model, config: EngineConfig) -> int:
     """Host memory that pages pass through on their way to the disk and back."""
-    if not shares_prefixes(model, config) or config.prefix_cache_dir is None:
+    if not config.prefix_cache or not _saves(model, config):
         return 0
     return store_buffer_bytes(_extents(model, config.kv_quant[0]).page_bytes)
 
@@ -52,13 +53,7 @@ def open_prefixes(
 
     Raises ConfigError where this model or this placement has none, or the folder cannot be used.
     """
-    if not shares_prefixes(model, config):
-        if config.prefix_cache:
-            warn_once(
-                f"prefixes {model.spec.architecture}",
-                f"{model.spec.architecture} has layers with recurrent state, of which no prefix is "
-                "kept: the prefix cache is off, and every prompt is computed whole",
-            )
+    if not config.prefix_cache:
         return None
     if isinstance(kv, SplitKVCache):
         raise ConfigError(
@@ -71,7 +66,13 @@ def open_prefixes(
             "leave the prefix cache off, or choose --kv-policy exact"
         )
     store, extents = None, _extents(model, config.kv_quant[0])
-    if config.prefix_cache_dir is not None:
+    if config.prefix_cache_dir is not None and not _saves(model, config):
+        warn_once(
+            f"prefixes {model.spec.architecture}",
+            f"{model.spec.architecture} has layers with recurrent state, which is not written to "
+            f"{config.prefix_cache_dir}: common beginnings of prompts are kept in memory alone",
+        )
+    elif config.prefix_cache_dir is not None:
         store = PrefixStore(
             config.prefix_cache_dir,
             _fingerprint(source, config, extents),
@@ -80,7 +81,9 @@ def open_prefixes(
             capacity_bytes=config.prefix_cache_disk_memory_bytes,
         )
         stack.callback(store.close)
-    return PrefixCache(kv, keep_prefixes(kv.allocator), store, extents)
+    checkpoints = None if kv.states is None else kv.states.checkpoints
+    tree = keep_prefixes(kv.allocator, checkpoints=checkpoints)
+    return PrefixCache(kv, tree, store, extents)
 
 
 def save_some(prefixes: PrefixCache) -> bool:
@@ -113,6 +116,11 @@ def salt_of(sequence: "SequenceState", border: RotaryBorder | None) -> str:
     if border is None or sequence.whole <= border.positions:
         return ""
     return str(sequence.whole) if border.gradual else "long"
+
+
+def _saves(model: Model, config: EngineConfig) -> bool:
+    """Whether prefixes are kept on the disk, too."""
+    return config.prefix_cache_dir is not None and not model.spec.state_bytes
 
 
 def _extents(model: Model, device_format: str) -> PageExtents:

@@ -56,6 +56,7 @@ class Scheduler:
         border: RotaryBorder | None = None,
         clock: Callable[[], float] = time.monotonic,
         forecast: OutputLengthEstimate | None = None,
+        checkpoints: bool = False,
         begin_answer: Callable[[SequenceState, PromptEnd], None] = lambda sequence, end: None,
     ) -> None:
         """A step holds `max_prefill_tokens` of prompts at most, and one of each other request.
@@ -64,6 +65,8 @@ class Scheduler:
         border     of the model's rotary positions
         clock      by which deadlines are meant
         forecast   what is known of answers beforehand
+        checkpoints   steps begin at the last border of a page within each prompt, where recurrent
+                   state is kept for others
         begin_answer   chooses the first token of a sequence by the logits of another's prompt
         """
         self.kv = KVOperationLog(kv)
@@ -75,6 +78,7 @@ class Scheduler:
         self._forecast = OutputLengthEstimate() if forecast is None else forecast
         self._limit = BatchLimit(max_batch)
         self._begin_first = begin_answer
+        self._checkpoints = checkpoints
         self._full = False  # since the last sequence came or ended
         self._waiting: RequestQueue[SequenceState] = RequestQueue()
         self._running: list[SequenceState] = []
@@ -148,6 +152,8 @@ class Scheduler:
         shares = split_prefill_budget(
             [(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk
         )
+        if self._checkpoints:
+            shares = [_to_border(s, n) for s, n in zip(reading, shares, strict=True)]
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         segments = [
             self._segment(sequence, count)
@@ -460,6 +466,13 @@ class Scheduler:
         return PAGE_TOKENS * sum(
             one.reserved_tokens < one.max_total_tokens for one in self._running
         )
+
+
+def _to_border(sequence: SequenceState, count: int) -> int:
+    """Of the next `count` tokens of a prompt, those up to its last border of a page, if any."""
+    border = (len(sequence.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    left = border - sequence.computed
+    return left if 0 < left < count else count
 
 
 def _rank(sequence: SequenceState) -> tuple[int, int]:

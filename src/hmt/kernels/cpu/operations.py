@@ -20,6 +20,7 @@ from hmt.kernels.cpu import (
     elementwise,
     experts,
     linear,
+    recurrent,
     routing,
     sampling,
     stack,
@@ -41,9 +42,11 @@ class CompiledOperations:
         self.add_rms_norm_quantize = partial(elementwise.add_rms_norm_quantize, native)
         self.append_pages = partial(attention.append_pages, native)
         self.attend_part = partial(attention.attend_into, native)
+        self.causal_conv = partial(recurrent.causal_conv, native)
         self.dequantize = partial(linear.dequantize, native)
         self.draw = partial(sampling.draw, native)
         self.gated = partial(elementwise.gated, native)
+        self.gated_delta_rule = partial(recurrent.gated_delta_rule, native)
         self.gated_pair = partial(elementwise.gated_pair, native)
         self.kernel_seconds = native.kernel_seconds
         self.largest = partial(sampling.largest, native)

@@ -20,6 +20,7 @@ from hmt.kernels.reference.elementwise import (
     rms_norm_quantize,
     rope,
     rope_inplace,
+    sigmoid,
     sigmoid_gated,
 )
 from hmt.kernels.reference.expert_cache import (

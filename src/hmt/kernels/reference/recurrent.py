@@ -41,12 +41,15 @@ class DeltaHeads:
         return 2 * self.keys_width + self.values_width
 
 
-def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, runs: Sequence[StateRun]) -> Tensor:
-    """silu of a causal convolution of each channel over time: [tokens, channels] in x.dtype.
+def causal_conv(
+    x: Tensor, weight: Tensor, tails: Tensor, runs: Sequence[StateRun], *, gated: bool = True
+) -> Tensor:
+    """A causal convolution of each channel over time: [tokens, channels] in x.dtype.
 
     x        [tokens, channels]
     weight   [channels, width]; its last number belongs to the token itself
-    tails    f32 [slots, channels, width - 1]: what came before, oldest first; changes
+    tails    f32 [slots, width - 1, channels]: what came before, oldest first; changes
+    gated    its silu is the result
     Computed in f32, the oldest product first.
     """
     taps, before = weight.float().T.contiguous(), weight.shape[1] - 1
@@ -55,12 +58,12 @@ def causal_conv(x: Tensor, weight: Tensor, tails: Tensor, runs: Sequence[StateRu
         tail = tails[run.slot]
         if run.begins:
             tail.zero_()
-        rows = torch.cat((tail.T, x[run.tokens].float()))  # [width - 1 + length, channels]
+        rows = torch.cat((tail, x[run.tokens].float()))  # [width - 1 + length, channels]
         total = rows[: run.length] * taps[0]
         for tap in range(1, before + 1):
             total = total + rows[tap : tap + run.length] * taps[tap]
-        out[run.tokens] = (total * sigmoid(total)).to(x.dtype)
-        tail.copy_(rows[run.length :].T)
+        out[run.tokens] = (total * sigmoid(total) if gated else total).to(x.dtype)
+        tail.copy_(rows[run.length :])
     return out
 
 

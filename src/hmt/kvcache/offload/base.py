@@ -21,6 +21,11 @@ class OffloadedKVBase(ABC, KVCache):
 
     _state: LayerStates = None
 
+    @property
+    def states(self) -> LayerStates:
+        """Recurrent state of its layers; None where they have none."""
+        return self._state
+
     @override
     def state(self, layer: int, step: Step) -> RecurrentState:
         assert self._state is not None

@@ -14,6 +14,7 @@ from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.prefix.extents import PageExtents
 from hmt.kvcache.prefix.radix_tree import PrefixTree, Tokens
 from hmt.kvcache.prefix.store import PrefixStore
+from hmt.kvcache.state_checkpoints import StateCheckpoints
 
 _MOST_UNSAVED = 256  # sequences, of which those that ended first are not saved
 
@@ -43,7 +44,7 @@ class PrefixCache:
 
     def shared(self, prompt: Tokens, salt: str = "") -> int:
         """Positions that memory has of a text that begins with `prompt`.  Counts for nothing."""
-        return PAGE_TOKENS * len(self.tree.find(prompt[: max(0, len(prompt) - 1)], salt))
+        return PAGE_TOKENS * len(self._find(prompt[: max(0, len(prompt) - 1)], salt))
 
     def open(
         self, positions: int, prompt: Tokens, salt: str = "", *, spare: int = 0
@@ -57,15 +58,20 @@ class PrefixCache:
         """
         known = prompt[: max(0, len(prompt) - 1)]
         self.tree.expire()
-        ids, allocator = self.tree.find(known, salt), self.kv.allocator
+        ids, allocator = self._find(known, salt), self.kv.allocator
         if not allocator.can_open_with(positions + spare, ids):
             # A prefix may hold more room than it fills, where groups on the disk are mixed.
             ids = ids[:0]
             if not allocator.can_open(positions + spare):
                 return None
         self.tree.used(ids)
+        states, held = self.kv.states, len(ids)
+        state = None
+        if self._checkpoints is not None and held:  # before pages may go for those to come
+            state = self._checkpoints.slot_behind(int(ids[-1]))
         sequence = allocator.open_with(positions, ids)
-        held = len(ids)
+        if states is not None and state is not None:
+            states.restore(sequence, state, held * PAGE_TOKENS)
         try:
             held += self._load(sequence, known, salt, held)
         except BaseException:
@@ -77,6 +83,9 @@ class PrefixCache:
         """Close a sequence that will go on later, and keep its pages in memory; see `close`."""
         allocator = self.kv.allocator
         self.tree.insert(tokens, allocator.pages(sequence), salt, owner)
+        if self.kv.states is not None:
+            # A step that failed has left a state behind `tokens`, whose page is not among these.
+            self.kv.states.keep(sequence, self.tree.find(tokens, salt))
         allocator.close(sequence)
 
     def close(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
@@ -128,6 +137,16 @@ class PrefixCache:
         if self.store is not None:
             counted |= {f"drive_{n}": count for n, count in asdict(self.store.counters).items()}
         return counted
+
+    @property
+    def _checkpoints(self) -> StateCheckpoints | None:
+        states = self.kv.states
+        return None if states is None else states.checkpoints
+
+    def _find(self, known: Tokens, salt: str) -> Ints:
+        """Pages of the longest beginning from which a sequence can go on, by position."""
+        ids, checkpoints = self.tree.find(known, salt), self._checkpoints
+        return ids if checkpoints is None else ids[: checkpoints.longest(ids)]
 
     def _save(self, tokens: Ints, salt: str, owner: str) -> int:
         """Save a file's worth of a sequence; how many pages, 0 where nothing is left to save."""

@@ -15,6 +15,7 @@ from hmt.kvcache.allocator import KVAllocator
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.page_table import Ints, PageTable
 from hmt.kvcache.prefix.fairness import allowance
+from hmt.kvcache.state_checkpoints import StateCheckpoints
 
 Tokens = Sequence[int] | Ints
 
@@ -91,6 +92,7 @@ class PrefixTree:
         self._owner = np.full(page_table.count, "", dtype=np.object_)
         self._holding: Counter[str] = Counter()  # pages by owner
         self._used_s = np.zeros(page_table.count)
+        self.on_drop: Callable[[Ints], None] = lambda ids: None  # told of pages that it lets go of
         self._root = _Run(b"", _NONE.reshape(0, PAGE_TOKENS), _NONE, None)
 
     @property
@@ -295,6 +297,7 @@ class PrefixTree:
 
     def _drop(self, ids: Ints) -> Ints:
         self._held[ids] = False
+        self.on_drop(ids)
         self._holding -= Counter(self._owner[ids].tolist())  # without those that hold none
         self.counters.evicted += len(ids)
         return self._page_table.drop(ids)
@@ -318,21 +321,27 @@ def keep_prefixes(
     *,
     order: str = "lru",
     max_age_s: float | None = None,
+    checkpoints: StateCheckpoints | None = None,
 ) -> PrefixTree:
     """Begin to keep prefixes: at most `pages`, or as many as there is room for.
 
-    Prefixes that lie in fewer bits are used as they are, like those of a running sequence.  Raises
-    ConfigError where a layer forgets positions, which a prefix would need.
+    Prefixes that lie in fewer bits are used as they are, like those of a running sequence.
+
+    checkpoints   of recurrent state, without which a prefix of layers that have one is of no use
+
+    Raises ConfigError where a layer forgets positions, which a prefix would need.
     """
-    if not allocator.keeps_all_positions:
+    if not allocator.keeps_all_positions and (checkpoints is None or allocator.has_rings):
         raise ConfigError(
             "this model has layers with a sliding window, whose KV pages are not kept "
-            "beyond it, or with recurrent state, which is that of the last position alone, so "
-            "prompts cannot share them: leave the prefix cache off"
+            "beyond it, or with recurrent state of which no checkpoints are kept, so prompts "
+            "cannot share them: leave the prefix cache off"
         )
     table = allocator.page_table
     most = table.count if pages is None else pages
     tree = PrefixTree(table, most, order=order, max_age_s=max_age_s, clock=allocator.pool.clock)
+    if checkpoints is not None:
+        tree.on_drop = checkpoints.forget_pages
     allocator.share_with(tree)
     return tree
 

@@ -49,6 +49,7 @@ class Demand:
     kv_work_bytes       copies that are made of KV pages where these lie in several tiers
     score_bytes         the most that attention scores take at once
     sequence_bytes      recurrent state of one sequence, over all layers
+    checkpoints         copies of that for each sequence that may run
     batch               requests that run at once
     prefetch_experts    whether experts are read from the disk before routers choose them
     matrix_bytes        the largest matrix, or some experts, unpacked for many tokens on a device
@@ -68,6 +69,7 @@ class Demand:
     kv_work_bytes: int = 0
     score_bytes: int = 0
     sequence_bytes: int = 0
+    checkpoints: int = 0
     batch: int = 1
     prefetch_experts: bool = False
     row_sums_bytes: int = 0
@@ -79,6 +81,11 @@ class Demand:
     prefix_bytes: int = 0
     kv_sizes: KVTierSizes | None = None
     hits: HitCurve | None = None
+
+    @property
+    def state_slots(self) -> int:
+        """Recurrent states that there is room for: of sequences that run, and copies."""
+        return self.batch * (1 + self.checkpoints)
 
     @property
     def weight_bytes(self) -> int:

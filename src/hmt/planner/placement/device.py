@@ -340,7 +340,7 @@ def _layers(
         tokens = [count * PAGE_TOKENS for count in pages]
     layers = []
     for index, kv in enumerate(_layer_kv(demand)):
-        state = round_up(demand.batch * sequence_bytes(demand, (index,)), _ALIGNMENT)
+        state = round_up(demand.state_slots * sequence_bytes(demand, (index,)), _ALIGNMENT)
         layers.append(_Layer(index, kv_bytes=round_up(kv * tokens[index], _ALIGNMENT) + state))
     head = []
     for block in demand.blocks:

@@ -85,8 +85,8 @@ def kv_bytes(demand: Demand, tokens: int) -> int:
 
 
 def state_bytes(demand: Demand) -> int:
-    """Recurrent state of all sequences that run at once, in whole pages of memory."""
-    return round_up(demand.batch * demand.sequence_bytes, _MEMORY_PAGE_BYTES)
+    """Recurrent states that there is room for, in whole pages of memory."""
+    return round_up(demand.state_slots * demand.sequence_bytes, _MEMORY_PAGE_BYTES)
 
 
 def working_set_bytes(blocks: Sequence[BlockSize]) -> int:

@@ -1,0 +1,58 @@
+#include "recurrent/recurrent.h"
+
+#include "base/thread_pool.h"
+#include "fused/grain.h"
+
+namespace hmt {
+namespace {
+
+size_t pieces(size_t count, size_t each) { return (count + each - 1) / each; }
+size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+}  // namespace
+
+void causal_conv(const CausalConv& conv, StateRuns runs, size_t threads) {
+  const RecurrentKernels& kernels = active(recurrent_kernels_tables());
+  const size_t parts = pieces(conv.channels, kConvChannels);
+  size_t longest = 0;
+  for (size_t r = 0; r < runs.count; ++r) {
+    longest = runs.runs[r].length > longest ? runs.runs[r].length : longest;
+  }
+  const size_t blocks = pieces(longest, kConvTokens);
+  const size_t grain = rows_per_grain(kConvChannels * conv.width);
+  share(runs.count * blocks * parts, grain, threads, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      const StateRun& run = runs.runs[i / (blocks * parts)];
+      const size_t token = i / parts % blocks * kConvTokens, channel = i % parts * kConvChannels;
+      if (token >= run.length) continue;
+      kernels.conv(conv, run, token, least(token + kConvTokens, run.length), channel,
+                   least(channel + kConvChannels, conv.channels));
+    }
+  });
+  share(runs.count * parts, grain, threads, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      const size_t channel = i % parts * kConvChannels;
+      kernels.conv_tail(conv, runs.runs[i / parts], channel,
+                        least(channel + kConvChannels, conv.channels));
+    }
+  });
+}
+
+void gated_delta_rule(const DeltaRule& rule, StateRuns runs, size_t threads) {
+  const RecurrentKernels& kernels = active(recurrent_kernels_tables());
+  share(rule.tokens, rows_per_grain(rule.work_row()), threads, [&](size_t begin, size_t end) {
+    kernels.delta_inputs(rule, begin, end);
+  });
+  const size_t parts = pieces(rule.value_dim, kDeltaColumns);
+  const size_t each = rule.heads * parts;  // of a run
+  const size_t numbers = 2 * rule.key_dim * kDeltaColumns;
+  share(each * runs.count, rows_per_grain(numbers), threads, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      const size_t head = i % each / parts, first = i % parts * kDeltaColumns;
+      kernels.delta(rule, runs.runs[i / each], head, first,
+                    least(first + kDeltaColumns, rule.value_dim));
+    }
+  });
+}
+
+}  // namespace hmt

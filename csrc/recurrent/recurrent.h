@@ -1,0 +1,96 @@
+// Layers with recurrent state: a convolution over time, and the gated delta rule.
+//
+// Both go through a sequence token by token, whatever the number of tokens in a call, so no result
+// depends on how a prompt is divided.  Threads share out channels, and heads with some columns of
+// their matrices: a part of the state stays in the cache of one core for all tokens of a run.
+#pragma once
+
+#include "base/dtype.h"
+#include "base/isa.h"
+
+namespace hmt {
+
+using std::size_t;
+
+// Tokens [offset, offset + length) of a call, of the sequence whose state is in a slot.  Where
+// `begins`, the state counts as zero, whatever is there.
+struct StateRun {
+  size_t slot, offset, length;
+  bool begins;
+};
+
+struct StateRuns {
+  const StateRun* runs;
+  size_t count;
+};
+
+// out[t, c] = the sum over i of weight[c, i] x[t - width + 1 + i, c], the oldest product first; its
+// silu if `gated`.
+//
+// x       [tokens, channels] of `type`, rows `stride` numbers apart
+// weight  f32 [channels, width], contiguous
+// tails   f32 [slots, width - 1, channels], slots `slot_stride` numbers apart: what came before x
+// out     [tokens, channels] of `type`, contiguous
+struct CausalConv {
+  DType type;
+  size_t channels, width;
+  const void* x;
+  size_t stride;
+  const float* weight;
+  float* tails;
+  size_t slot_stride;
+  void* out;
+  bool gated;
+};
+
+// For each token and head, with its state S [key_dim, value_dim], query q, key k and value v:
+//   S = g S + k (b (v - g S k));  out = q S
+//
+// qkv     [tokens, 2 keys + values] of `type`, contiguous: queries, keys and values of all heads
+// decay   [tokens, heads] of `type`, contiguous: g = exp(-exp(decay_scale) softplus(decay + bias))
+// rate    the same: b is its sigmoid
+// states  f32 [slots, heads, key_dim, value_dim], slots `slot_stride` numbers apart
+// out     [tokens, heads, value_dim] of `type`, contiguous
+// work    f32 [tokens, delta_work()]
+struct DeltaRule {
+  DType type;
+  size_t tokens, key_heads, heads, key_dim, value_dim;
+  const void* qkv;
+  const void* decay;
+  const void* rate;
+  const float* decay_scale;
+  const float* decay_bias;
+  float* states;
+  size_t slot_stride;
+  void* out;
+  float* work;
+
+  size_t keys() const { return key_heads * key_dim; }
+  size_t values() const { return heads * value_dim; }
+  size_t row() const { return 2 * keys() + values(); }
+  // Of a token: queries and keys of length 1, g and b.
+  size_t work_row() const { return 2 * keys() + 2 * heads; }
+};
+
+// What a thread takes at a time.  Rows of thousands of channels are so many pages apart that 64
+// channels of 512 tokens took ten times as long as whole rows.
+constexpr size_t kConvTokens = 8, kConvChannels = 1024;
+constexpr size_t kDeltaColumns = 64;  // of a head's matrix
+
+void causal_conv(const CausalConv& conv, StateRuns runs, size_t threads);
+void gated_delta_rule(const DeltaRule& rule, StateRuns runs, size_t threads);
+
+struct RecurrentKernels {
+  // Channels [begin, end) of tokens [first, last) of one run.
+  void (*conv)(const CausalConv& conv, const StateRun& run, size_t first, size_t last,
+               size_t begin, size_t end);
+  // What stays of these channels once the run's tokens are computed.
+  void (*conv_tail)(const CausalConv& conv, const StateRun& run, size_t begin, size_t end);
+  // Queries, keys, g and b of tokens [begin, end).
+  void (*delta_inputs)(const DeltaRule& rule, size_t begin, size_t end);
+  // Columns [begin, end) of a head's matrix, for all tokens of one run.
+  void (*delta)(const DeltaRule& rule, const StateRun& run, size_t head, size_t begin, size_t end);
+};
+HMT_TABLES(RecurrentKernels, recurrent_kernels)
+
+}  // namespace hmt

@@ -1,0 +1,198 @@
+#include "recurrent/recurrent.h"
+
+#include "fused/float_convert.h"
+
+namespace hmt::HMT_ISA {
+namespace {
+
+constexpr float kEps = 1e-6f;  // of the length of queries and keys
+constexpr size_t kWidest = 64;  // taps of a convolution
+constexpr size_t kRegisters = kDeltaColumns / 16;
+
+HMT_INLINE F16v sigmoid(F16v x) { return div(set1(1.0f), add(set1(1.0f), exp(sub(zero(), x)))); }
+
+// Row `at` of a run's tokens, or, where that is negative, of those before it.
+template <typename Numbers>
+HMT_INLINE F16v row_at(const CausalConv& p, const StateRun& run, ptrdiff_t at, size_t c,
+                       size_t count) {
+  if (at >= 0) {
+    const size_t token = run.offset + static_cast<size_t>(at);
+    return read<Numbers>(static_cast<const typename Numbers::Type*>(p.x) + token * p.stride + c,
+                         count);
+  }
+  if (run.begins) return zero();
+  const size_t row = p.width - 1 - static_cast<size_t>(-at);
+  return read<F32Numbers>(p.tails + run.slot * p.slot_stride + row * p.channels + c, count);
+}
+
+template <typename Numbers>
+void conv_lanes(const CausalConv& p, const StateRun& run, size_t first, size_t last, size_t c,
+                size_t count) {
+  using Type = typename Numbers::Type;
+  const ptrdiff_t before = static_cast<ptrdiff_t>(p.width) - 1;
+  float taps[kWidest][16];
+  for (size_t i = 0; i < p.width; ++i) {
+    for (size_t lane = 0; lane < 16; ++lane) {
+      taps[i][lane] = lane < count ? p.weight[(c + lane) * p.width + i] : 0.0f;
+    }
+  }
+  for (size_t t = first; t < last; ++t) {
+    F16v total = zero();
+    for (ptrdiff_t i = 0; i <= before; ++i) {
+      const ptrdiff_t at = static_cast<ptrdiff_t>(t) - before + i;
+      total = fma(row_at<Numbers>(p, run, at, c, count), load(taps[i]), total);
+    }
+    if (p.gated) total = mul(total, sigmoid(total));
+    Type* out = static_cast<Type*>(p.out) + (run.offset + t) * p.channels + c;
+    write<Numbers>(out, count, Numbers::round(total));
+  }
+}
+
+void conv(const CausalConv& p, const StateRun& run, size_t first, size_t last, size_t begin,
+          size_t end) {
+  with_numbers(p.type, [&](auto numbers) {
+    for (size_t c = begin; c < end; c += 16) {
+      conv_lanes<decltype(numbers)>(p, run, first, last, c, end - c < 16 ? end - c : 16);
+    }
+  });
+}
+
+void conv_tail(const CausalConv& p, const StateRun& run, size_t begin, size_t end) {
+  with_numbers(p.type, [&](auto numbers) {
+    using Numbers = decltype(numbers);
+    const ptrdiff_t before = static_cast<ptrdiff_t>(p.width) - 1;
+    for (size_t c = begin; c < end; c += 16) {
+      const size_t count = end - c < 16 ? end - c : 16;
+      for (ptrdiff_t i = 0; i < before; ++i) {  // each row comes from a later one
+        const ptrdiff_t at = static_cast<ptrdiff_t>(run.length) - before + i;
+        float* row = p.tails + run.slot * p.slot_stride + static_cast<size_t>(i) * p.channels + c;
+        write<F32Numbers>(row, count, row_at<Numbers>(p, run, at, c, count));
+      }
+    }
+  });
+}
+
+// x [count] with length 1, times `scale`.
+template <typename Numbers>
+HMT_INLINE void unit(const typename Numbers::Type* x, size_t count, float scale, float* out) {
+  F16v squares = zero();
+  for (size_t i = 0; i < count; i += 16) {
+    const F16v some = read<Numbers>(x + i, count - i < 16 ? count - i : 16);
+    squares = fma(some, some, squares);
+  }
+  const F16v factor = set1(scale / std::sqrt(sum(squares) + kEps));
+  for (size_t i = 0; i < count; i += 16) {
+    const size_t some = count - i < 16 ? count - i : 16;
+    write<F32Numbers>(out + i, some, mul(read<Numbers>(x + i, some), factor));
+  }
+}
+
+template <typename Numbers>
+void inputs_as(const DeltaRule& p, size_t begin, size_t end) {
+  using Type = typename Numbers::Type;
+  const float scale = 1.0f / std::sqrt(static_cast<float>(p.key_dim));
+  for (size_t t = begin; t < end; ++t) {
+    const Type* qkv = static_cast<const Type*>(p.qkv) + t * p.row();
+    float* out = p.work + t * p.work_row();
+    for (size_t h = 0; h < p.key_heads; ++h) {
+      const size_t at = h * p.key_dim;
+      unit<Numbers>(qkv + at, p.key_dim, scale, out + at);
+      unit<Numbers>(qkv + p.keys() + at, p.key_dim, 1.0f, out + p.keys() + at);
+    }
+    const Type* decay = static_cast<const Type*>(p.decay) + t * p.heads;
+    const Type* rate = static_cast<const Type*>(p.rate) + t * p.heads;
+    float* stays = out + 2 * p.keys();
+    float* learns = stays + p.heads;
+    for (size_t h = 0; h < p.heads; h += 16) {
+      const size_t some = p.heads - h < 16 ? p.heads - h : 16;
+      float lanes[16];
+      store(lanes, add(read<Numbers>(decay + h, some), read<F32Numbers>(p.decay_bias + h, some)));
+      for (size_t i = 0; i < some; ++i) {
+        const float x = lanes[i];
+        const float softplus = (x > 0.0f ? x : 0.0f) + ::log1pf(::expf(x > 0.0f ? -x : x));
+        stays[h + i] = ::expf(-::expf(p.decay_scale[h + i]) * softplus);
+      }
+      write<F32Numbers>(learns + h, some, sigmoid(read<Numbers>(rate + h, some)));
+    }
+  }
+}
+
+void delta_inputs(const DeltaRule& rule, size_t begin, size_t end) {
+  with_numbers(rule.type, [&](auto numbers) {
+    inputs_as<decltype(numbers)>(rule, begin, end);
+  });
+}
+
+// `Count` registers of columns; the last one has 16 if `Whole`, else `last`.
+template <typename Numbers, size_t Count, bool Whole>
+void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t column,
+                   size_t last) {
+  using Type = typename Numbers::Type;
+  const size_t key_head = head / (p.heads / p.key_heads);
+  float* state = p.states + run.slot * p.slot_stride + head * p.key_dim * p.value_dim + column;
+  const auto row = [&](size_t i, size_t c) __attribute__((always_inline)) {
+    return state + i * p.value_dim + 16 * c;
+  };
+  const auto lanes = [&](size_t c) __attribute__((always_inline)) {
+    return Whole || c + 1 < Count ? size_t{16} : last;
+  };
+  if (run.begins) {
+    for (size_t i = 0; i < p.key_dim; ++i) {
+      for (size_t c = 0; c < Count; ++c) write<F32Numbers>(row(i, c), lanes(c), zero());
+    }
+  }
+  for (size_t t = run.offset; t < run.offset + run.length; ++t) {
+    const float* work = p.work + t * p.work_row();
+    const float* query = work + key_head * p.key_dim;
+    const float* key = query + p.keys();
+    const float* gates = work + 2 * p.keys() + head;
+    const F16v stays = set1(gates[0]), learns = set1(gates[p.heads]);
+    const Type* value = static_cast<const Type*>(p.qkv) + t * p.row() + 2 * p.keys() +
+                        head * p.value_dim + column;
+    F16v known[Count], result[Count];
+    for (F16v& one : known) one = zero();
+    for (size_t i = 0; i < p.key_dim; ++i) {
+      const F16v k = set1(key[i]);
+      for (size_t c = 0; c < Count; ++c) {
+        known[c] = fma(k, read<F32Numbers>(row(i, c), lanes(c)), known[c]);
+      }
+    }
+    for (size_t c = 0; c < Count; ++c) {
+      const F16v missing = sub(read<Numbers>(value + 16 * c, lanes(c)), mul(stays, known[c]));
+      known[c] = mul(learns, missing);
+      result[c] = zero();
+    }
+    for (size_t i = 0; i < p.key_dim; ++i) {
+      const F16v k = set1(key[i]), q = set1(query[i]);
+      for (size_t c = 0; c < Count; ++c) {
+        float* place = row(i, c);
+        const F16v numbers = fma(k, known[c], mul(stays, read<F32Numbers>(place, lanes(c))));
+        write<F32Numbers>(place, lanes(c), numbers);
+        result[c] = fma(q, numbers, result[c]);
+      }
+    }
+    Type* out = static_cast<Type*>(p.out) + (t * p.heads + head) * p.value_dim + column;
+    for (size_t c = 0; c < Count; ++c) {
+      write<Numbers>(out + 16 * c, lanes(c), Numbers::round(result[c]));
+    }
+  }
+}
+
+void delta(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, size_t end) {
+  with_numbers(p.type, [&](auto numbers) {
+    using Numbers = decltype(numbers);
+    if (end - begin == 16 * kRegisters) {
+      delta_columns<Numbers, kRegisters, true>(p, run, head, begin, 16);
+      return;
+    }
+    for (size_t c = begin; c < end; c += 16) {
+      delta_columns<Numbers, 1, false>(p, run, head, c, end - c < 16 ? end - c : 16);
+    }
+  });
+}
+
+}  // namespace
+
+const RecurrentKernels recurrent_kernels = {conv, conv_tail, delta_inputs, delta};
+
+}  // namespace hmt::HMT_ISA
