@@ -217,6 +217,13 @@ def _packed_mxfp4(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return {"weight_packed": codes, "weight_scale": exponents}, wanted
 
 
+def _mxfp8(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    exponents = w.view(len(w), -1, GROUP).abs().amax(-1).log2().floor() - 8
+    codes = (w / torch.exp2(exponents).repeat_interleave(GROUP, 1)).clamp(-448, 448).to(E4M3)
+    parts = {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}
+    return parts, _times(codes, torch.exp2(exponents))
+
+
 def _rows_int8(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     scales = w.abs().amax(1)
     codes = (w / scales[:, None] * 127).round()
@@ -263,6 +270,12 @@ _CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": Tr
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 PUBLISHERS = {
     "awq": awq(),
+    "auto-round": Publisher(
+        {"quant_method": "auto-round", "bits": 2, "group_size": GROUP, "sym": False}
+        | {"packing_format": "auto_round:auto_gptq"}
+        | {"extra_config": {r"mlp\.up": {"bits": 4, "sym": True}, "layers": {"bits": 4}}},
+        gptq(4, symmetric=True).publish,
+    ),
     "gptq": gptq(4, symmetric=True),
     "gptq-ordered": gptq(4, symmetric=False, ordered=True),
     "gptq-static": gptq(4, symmetric=True, static=True),
@@ -280,6 +293,7 @@ PUBLISHERS = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
         _nvfp4(divides=False),
     ),
+    "modelopt-mxfp8": Publisher({"quant_method": "modelopt", "quant_algo": "MXFP8"}, _mxfp8),
     "modelopt-fp8": Publisher(
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         _fp8((0, 0), "weight_scale", torch.float32),

@@ -6,6 +6,7 @@ from typing import Any
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.checkpoint import TensorRecord
+from hmt.formats.quantized.auto_round import find_auto_round
 from hmt.formats.quantized.awq import find_awq
 from hmt.formats.quantized.bitsandbytes import find_bitsandbytes
 from hmt.formats.quantized.compressed_tensors import find_compressed
@@ -16,6 +17,7 @@ from hmt.formats.quantized.modelopt import find_modelopt
 from hmt.formats.quantized.scan import Quantized
 
 _METHODS: dict[str, Callable[[Quantized], None]] = {
+    "auto-round": find_auto_round,
     "awq": find_awq,
     "bitsandbytes": find_bitsandbytes,
     "compressed-tensors": find_compressed,
@@ -25,8 +27,8 @@ _METHODS: dict[str, Callable[[Quantized], None]] = {
     "modelopt": find_modelopt,
     "modelopt_fp4": find_modelopt,
     "mxfp4": find_gpt_oss,
+    "mxfp8": find_fp8,
 }
-_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 
 
 def find_forms(
@@ -43,8 +45,8 @@ def find_forms(
     """
     section = quantization_section(config, hf_quant_config)
     method = str(section.get("quant_method", "")).lower()
-    if method == "auto-round":  # writes other people's formats
-        method = _AUTO_ROUND.get(section.get("packing_format", ""), method)
+    if method == "intel/auto-round":  # before it was called so alone
+        method = "auto-round"
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if not section:
