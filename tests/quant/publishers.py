@@ -224,6 +224,28 @@ def _mxfp8(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return parts, _times(codes, torch.exp2(exponents))
 
 
+def _hqq(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """Four bits; a byte has a group of the first half in its high nibble."""
+    groups = w.view(-1, GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).half()
+    codes = (groups / scales.float() + zeros.float()).round().clamp(0, 15).to(torch.uint8)
+    first, second = codes.chunk(2)
+    parts = {
+        "W_q": first << 4 | second,
+        "scale": scales,
+        "zero": zeros,
+        "shape": torch.tensor(w.shape),
+        "axis": torch.tensor(1, dtype=I32),
+        "nbits": torch.tensor(4, dtype=I32),
+        "group_size": torch.tensor(GROUP, dtype=I32),
+        "channel_wise": torch.tensor(1, dtype=torch.uint8),
+        "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+    }
+    return parts, ((codes - zeros.float()) * scales.float()).view(w.shape)
+
+
 def _rows_int8(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     scales = w.abs().amax(1)
     codes = (w / scales[:, None] * 127).round()
@@ -276,6 +298,7 @@ PUBLISHERS = {
         | {"extra_config": {r"mlp\.up": {"bits": 4, "sym": True}, "layers": {"bits": 4}}},
         gptq(4, symmetric=True).publish,
     ),
+    "hqq": Publisher({"quant_method": "hqq"}, _hqq),
     "gptq": gptq(4, symmetric=True),
     "gptq-ordered": gptq(4, symmetric=False, ordered=True),
     "gptq-static": gptq(4, symmetric=True, static=True),

@@ -143,6 +143,22 @@ def mxfp8(method: str) -> Case:
     return Case(section({"quant_method": method} | config), named(tensors), wanted)
 
 
+def hqq(bits: int, axis: int, dtype: torch.dtype, **fields: Any) -> Case:
+    """Its layer's state, which transformers saves.  With groups of rows (axis 0) in `dtype`."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
+
+    options = BaseQuantizeConfig(nbits=bits, axis=axis, **{"group_size": GROUP} | fields)
+    layer = HQQLinear(linear(bits), options, compute_dtype=dtype, device="cpu")
+    meta = dict(layer.meta)
+    if axis:
+        exact = {name: meta[name].float() for name in ("scale", "zero")}
+        meta |= exact | {"compute_dtype": torch.float32}
+    wanted = Quantizer.dequantize(layer.W_q.data, meta)
+    tensors = {name: part for name, part in layer.state_dict().items() if part is not None}
+    config = {"quant_method": "hqq", "quant_config": options, "skip_modules": ["lm_head"]}
+    return Case(section(config), named(tensors), wanted)
+
+
 def cases() -> dict[str, Case]:
     gptq, awq = "auto_round:auto_gptq", "auto_round:auto_awq"
     plain = auto_round("auto_round", 4, symmetric=True)
@@ -163,6 +179,15 @@ def cases() -> dict[str, Case]:
         "auto-round-unsaid-plain": without_packing(plain, quant_method="intel/auto-round"),
         "auto-round-mxfp4": auto_round_floats(4, "mx_fp"),
         "auto-round-mxfp8": auto_round_floats(8, "mx_fp"),
+        "hqq-8": hqq(8, 1, torch.float16),
+        "hqq-4": hqq(4, 1, torch.bfloat16),
+        "hqq-4-as-floats": hqq(4, 1, torch.float16, view_as_float=True),
+        "hqq-4-rows": hqq(4, 1, torch.float16, group_size=None),
+        "hqq-3": hqq(3, 1, torch.float16),
+        "hqq-2": hqq(2, 1, torch.bfloat16, group_size=16),
+        "hqq-1": hqq(1, 1, torch.float16),
+        "hqq-4-columns": hqq(4, 0, torch.bfloat16),
+        "hqq-8-columns": hqq(8, 0, torch.float16, group_size=8),
         "mxfp8": mxfp8("compressed-tensors"),
         "mxfp8-modelopt": mxfp8("modelopt"),
         "mxfp8-sglang": mxfp8("mxfp8"),

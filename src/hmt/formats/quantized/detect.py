@@ -13,6 +13,7 @@ from hmt.formats.quantized.compressed_tensors import find_compressed
 from hmt.formats.quantized.fp8 import find_fp8
 from hmt.formats.quantized.gpt_oss import find_gpt_oss
 from hmt.formats.quantized.gptq import find_gptq
+from hmt.formats.quantized.hqq import find_hqq
 from hmt.formats.quantized.modelopt import find_modelopt
 from hmt.formats.quantized.scan import Quantized
 
@@ -24,6 +25,7 @@ _METHODS: dict[str, Callable[[Quantized], None]] = {
     "fbgemm_fp8": find_fp8,
     "fp8": find_fp8,
     "gptq": find_gptq,
+    "hqq": find_hqq,
     "modelopt": find_modelopt,
     "modelopt_fp4": find_modelopt,
     "mxfp4": find_gpt_oss,

@@ -78,9 +78,15 @@ class Quantized:
         try:
             with record.file.open("rb") as file:
                 file.seek(record.offset)
-                return file.read(record.nbytes)
+                content = file.read(record.nbytes)
         except OSError as error:
             raise CheckpointError(f"{record.file} cannot be read ({os_reason(error)})") from error
+        if len(content) < record.nbytes:
+            raise CheckpointError(
+                f"{record.file} ends within {record.name}, after {len(content)} of its "
+                f"{record.nbytes} bytes: download it again"
+            )
+        return content
 
     def refuse(self, what: str, wanted: str) -> CheckpointError:
         """That HMT does not read `what`, but `wanted`."""
