@@ -217,6 +217,35 @@ def _packed_mxfp4(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return {"weight_packed": codes, "weight_scale": exponents}, wanted
 
 
+def _mxfp8(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    exponents = w.view(len(w), -1, GROUP).abs().amax(-1).log2().floor() - 8
+    codes = (w / torch.exp2(exponents).repeat_interleave(GROUP, 1)).clamp(-448, 448).to(E4M3)
+    parts = {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}
+    return parts, _times(codes, torch.exp2(exponents))
+
+
+def _hqq(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """Four bits; a byte has a group of the first half in its high nibble."""
+    groups = w.view(-1, GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).half()
+    codes = (groups / scales.float() + zeros.float()).round().clamp(0, 15).to(torch.uint8)
+    first, second = codes.chunk(2)
+    parts = {
+        "W_q": first << 4 | second,
+        "scale": scales,
+        "zero": zeros,
+        "shape": torch.tensor(w.shape),
+        "axis": torch.tensor(1, dtype=I32),
+        "nbits": torch.tensor(4, dtype=I32),
+        "group_size": torch.tensor(GROUP, dtype=I32),
+        "channel_wise": torch.tensor(1, dtype=torch.uint8),
+        "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+    }
+    return parts, ((codes - zeros.float()) * scales.float()).view(w.shape)
+
+
 def _rows_int8(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     scales = w.abs().amax(1)
     codes = (w / scales[:, None] * 127).round()
@@ -263,6 +292,13 @@ _CHANNEL = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": Tr
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 PUBLISHERS = {
     "awq": awq(),
+    "auto-round": Publisher(
+        {"quant_method": "auto-round", "bits": 2, "group_size": GROUP, "sym": False}
+        | {"packing_format": "auto_round:auto_gptq"}
+        | {"extra_config": {r"mlp\.up": {"bits": 4, "sym": True}, "layers": {"bits": 4}}},
+        gptq(4, symmetric=True).publish,
+    ),
+    "hqq": Publisher({"quant_method": "hqq"}, _hqq),
     "gptq": gptq(4, symmetric=True),
     "gptq-ordered": gptq(4, symmetric=False, ordered=True),
     "gptq-static": gptq(4, symmetric=True, static=True),
@@ -280,6 +316,7 @@ PUBLISHERS = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
         _nvfp4(divides=False),
     ),
+    "modelopt-mxfp8": Publisher({"quant_method": "modelopt", "quant_algo": "MXFP8"}, _mxfp8),
     "modelopt-fp8": Publisher(
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         _fp8((0, 0), "weight_scale", torch.float32),

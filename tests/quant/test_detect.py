@@ -104,7 +104,8 @@ def test_a_checkpoint_without_quantisation_has_no_forms(published: Any) -> None:
         ("float", {"config_groups": {"g": {"targets": ["Linear"]}}}, "strategy None for .*weight"),
         ("modelopt-nvfp4", {"quant_algo": "W4A16_AWQ"}, "quant_algo 'w4a16_awq'"),
         ("fp8-blocks", {"weight_block_size": [64, 64]}, r"weight_scale_inv is BF16 \[3, 2\]; .*"),
-        ("fp8", {"quant_method": "hqq"}, "quantised with 'hqq', .*reads awq, bitsandbytes"),
+        ("fp8", {"quant_method": "quip"}, "quantised with 'quip', .*reads auto-round, awq, bits"),
+        ("awq", {"quant_method": "auto-round", "packing_format": "mlx"}, "packing_format 'mlx'"),
     ],
 )
 def test_what_is_not_read_is_named(

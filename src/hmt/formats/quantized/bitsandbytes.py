@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from hmt.base.errors import CheckpointError, os_reason
+from hmt.base.errors import CheckpointError
 from hmt.contracts.checkpoint import TensorRecord
 from hmt.formats.quantized.scan import Quantized, by_rows, whole
 
@@ -61,11 +61,7 @@ def _add_table(found: Quantized, module: str, kind: str) -> None:
 def _state(record: TensorRecord, found: Quantized) -> dict[str, Any]:
     """The JSON object that a quant_state is; it has shape, dtype and sizes of blocks."""
     try:
-        if record.nbytes > _STATE_BYTES:
-            raise ValueError(f"{record.nbytes} bytes")
-        with record.file.open("rb") as file:
-            file.seek(record.offset)
-            state = json.loads(file.read(record.nbytes))
+        state = json.loads(found.content(record, _STATE_BYTES))
         sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
         sound = len(sizes) == 4 and all(type(n) is int and n > 0 for n in sizes)
         if not sound or state["dtype"] not in _DTYPES:
@@ -76,7 +72,5 @@ def _state(record: TensorRecord, found: Quantized) -> dict[str, Any]:
             f"{found.folder}: {record.name} is not a quant_state of a weight [out, in] ({error}): "
             "download it again"
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"{record.file} cannot be read ({os_reason(error)})") from error
     checked: dict[str, Any] = state
     return checked

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: integers, FP8, NVFP4 and MXFP4, by groups of modules."""
+"""Checkpoints of compressed-tensors: integers, FP8, MXFP8, NVFP4 and MXFP4, by modules."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,10 +27,11 @@ def find_compressed(found: Quantized) -> None:
         codes = found.tensor(module, suffix)
         found.matrix(codes, "U8", "F8_E4M3", "I8", "I32")
         if codes.dtype == "U8":
-            _add_four_bit_floats(found, module, codes)
+            add_four_bit_floats(found, module, codes)
         elif codes.dtype == "F8_E4M3":
             scales = found.tensor(module, "weight_scale")
-            found.add_fp8(f"{module}.weight", codes, scales, _tile(args, scales, codes, found))
+            tile = _tile(args, scales, codes, found)
+            found.add_fp8(f"{module}.weight", codes, scales, tile)
         else:
             _add_integers(found, module, codes, args)
     found.set_aside(*_SPARE)
@@ -50,7 +51,8 @@ def _weights_of(module: str, found: Quantized) -> Mapping[str, Any]:
     )
 
 
-def _add_four_bit_floats(found: Quantized, module: str, codes: TensorRecord) -> None:
+def add_four_bit_floats(found: Quantized, module: str, codes: TensorRecord) -> None:
+    """NVFP4 or MXFP4, as the dtype of MODULE.weight_scale says; `codes` is the matrix of pairs."""
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     scales = found.check(found.tensor(module, "weight_scale"), ("F8_E4M3", "U8"))
     group = 16 if scales.dtype == "F8_E4M3" else 32

@@ -6,26 +6,31 @@ from typing import Any
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.checkpoint import TensorRecord
+from hmt.formats.quantized.auto_round import find_auto_round
 from hmt.formats.quantized.awq import find_awq
 from hmt.formats.quantized.bitsandbytes import find_bitsandbytes
 from hmt.formats.quantized.compressed_tensors import find_compressed
 from hmt.formats.quantized.fp8 import find_fp8
 from hmt.formats.quantized.gpt_oss import find_gpt_oss
 from hmt.formats.quantized.gptq import find_gptq
+from hmt.formats.quantized.hqq import find_hqq
 from hmt.formats.quantized.modelopt import find_modelopt
 from hmt.formats.quantized.scan import Quantized
 from hmt.formats.quantized.stacked_experts import find_stacked_experts
 
 _METHODS: dict[str, Callable[[Quantized], None]] = {
+    "auto-round": find_auto_round,
     "awq": find_awq,
     "bitsandbytes": find_bitsandbytes,
     "compressed-tensors": find_compressed,
     "fbgemm_fp8": find_fp8,
     "fp8": find_fp8,
     "gptq": find_gptq,
+    "hqq": find_hqq,
     "modelopt": find_modelopt,
     "modelopt_fp4": find_modelopt,
     "mxfp4": find_gpt_oss,
+    "mxfp8": find_fp8,
 }
 # Models whose experts are published in one tensor for each layer.
 _STACKED = (
@@ -33,7 +38,6 @@ _STACKED = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
-_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 
 
 def find_forms(
@@ -50,8 +54,8 @@ def find_forms(
     """
     section = quantization_section(config, hf_quant_config)
     method = str(section.get("quant_method", "")).lower()
-    if method == "auto-round":  # writes other people's formats
-        method = _AUTO_ROUND.get(section.get("packing_format", ""), method)
+    if method == "intel/auto-round":  # before it was called so alone
+        method = "auto-round"
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else None
     if not section:

@@ -1,8 +1,13 @@
-"""Checkpoints in FP8: quant_method "fp8" (per weight, or in blocks) and "fbgemm_fp8" (per row)."""
+"""Checkpoints in FP8.
 
-from typing import Any
+quant_method "fp8" has scales per weight or in blocks, "fbgemm_fp8" per row, "mxfp8" per 32 inputs.
+"""
+
+from typing import Any, Final
 
 from hmt.formats.quantized.scan import Quantized
+
+MXFP8_TILE: Final = (1, 32)  # OCP MX 1.0
 
 _SCALES = ("weight_scale_inv", "weight_scale")  # both multiply, whatever the first is called
 _SPARE = ("input_scale", "input_scale_ub", "activation_scale", "k_scale", "v_scale", "kv_scale")
@@ -13,7 +18,8 @@ def find_fp8(found: Quantized) -> None:
 
     One without scales is left to who looks for it, and says so.
     """
-    tile = found.config.get("weight_block_size")
+    mx = list(MXFP8_TILE) if found.method == "mxfp8" else None
+    tile = found.config.get("weight_block_size", mx)
     if tile is not None and not is_tile(tile):
         raise found.refuse(f"weight_block_size {tile!r}", "blocks such as [128, 128]")
     for module, _ in list(found.modules("weight")):

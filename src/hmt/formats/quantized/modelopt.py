@@ -1,8 +1,9 @@
-"""Checkpoints of NVIDIA's ModelOpt: NVFP4 and FP8 (hf_quant_config.json)."""
+"""Checkpoints of NVIDIA's ModelOpt: NVFP4, FP8 and MXFP8 (hf_quant_config.json)."""
 
+from hmt.formats.quantized.fp8 import MXFP8_TILE
 from hmt.formats.quantized.scan import Quantized, by_rows, whole
 
-_KNOWN = ("nvfp4", "fp8", "mixed_precision")
+_KNOWN = ("nvfp4", "fp8", "mxfp8", "mixed_precision")
 _SPARE = ("input_scale", "k_scale", "v_scale", "weight_scale", "weight_scale_2")
 
 
@@ -23,7 +24,8 @@ def _add(found: Quantized, module: str) -> None:
     rows, pairs = found.matrix(codes, "U8", "F8_E4M3")
     scales = found.tensor(module, "weight_scale")
     if codes.dtype == "F8_E4M3":
-        found.add_fp8(f"{module}.weight", codes, scales, (0, 0))
+        tile = MXFP8_TILE if scales.dtype == "U8" else (0, 0)
+        found.add_fp8(f"{module}.weight", codes, scales, tile)
         return
     columns = 2 * pairs
     found.check(scales, ("F8_E4M3",), (rows, columns // 16))

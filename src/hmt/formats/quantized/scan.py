@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from hmt.base.errors import CheckpointError, MissingFileError, ShapeError
+from hmt.base.errors import CheckpointError, MissingFileError, ShapeError, os_reason
 from hmt.contracts.checkpoint import FileRange, FormName, Published, PublishedPart, TensorRecord
 from hmt.contracts.encoding import Encoding
 
@@ -68,6 +68,26 @@ class Quantized:
             )
         return record.shape[0], record.shape[1]
 
+    def content(self, record: TensorRecord, most: int) -> bytes:
+        """The bytes of a tensor that says how others are to be read, of at most `most` bytes."""
+        if record.nbytes > most:
+            raise CheckpointError(
+                f"{self.folder}: {record.name} has {record.nbytes} bytes, at most {most} are read: "
+                "download it again"
+            )
+        try:
+            with record.file.open("rb") as file:
+                file.seek(record.offset)
+                content = file.read(record.nbytes)
+        except OSError as error:
+            raise CheckpointError(f"{record.file} cannot be read ({os_reason(error)})") from error
+        if len(content) < record.nbytes:
+            raise CheckpointError(
+                f"{record.file} ends within {record.name}, after {len(content)} of its "
+                f"{record.nbytes} bytes: download it again"
+            )
+        return content
+
     def refuse(self, what: str, wanted: str) -> CheckpointError:
         """That HMT does not read `what`, but `wanted`."""
         return CheckpointError(
@@ -102,10 +122,13 @@ class Quantized:
     def add_fp8(
         self, name: str, codes: TensorRecord, scales: TensorRecord, tile: tuple[int, int]
     ) -> None:
-        """FP8 with scales that multiply; tile: (rows, columns) of each, 0 for all."""
+        """FP8 with scales that multiply; tile: (rows, columns) of each, 0 for all.
+
+        Scales in U8 are powers of two, which is what MXFP8 has.
+        """
         rows, columns = self.matrix(codes, "F8_E4M3")
         shape = (-(-rows // (tile[0] or rows)), -(-columns // (tile[1] or columns)))
-        self.check(scales, ("F32", "F16", "BF16", "F8_E8M0"))
+        self.check(scales, ("F32", "F16", "BF16", "F8_E8M0", "U8"))
         if prod(scales.shape) != prod(shape) or scales.shape[:1] not in ((), (1,), shape[:1]):
             self.check(scales, (scales.dtype,), shape)
         its_scales = by_rows(scales, shape[0], tile[0]) if tile[0] else whole(scales)
@@ -114,7 +137,8 @@ class Quantized:
             self.add(name, "in place", codes.shape, parts, encoding=Encoding.FP8_BLOCK, tile=tile)
             return
         parts = {"weight": by_rows(codes, rows), "scales": its_scales}
-        self.add(name, "fp8", codes.shape, parts, tile=tile, scale_dtype=scales.dtype)
+        dtype = "F8_E8M0" if scales.dtype == "U8" else scales.dtype
+        self.add(name, "fp8", codes.shape, parts, tile=tile, scale_dtype=dtype)
 
 
 def by_rows(record: TensorRecord, count: int, step: int = 1) -> PublishedPart:

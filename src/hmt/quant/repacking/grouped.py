@@ -92,6 +92,41 @@ def fill_groups(target: WeightTensor, scales: Tensor, zeros: Tensor | int) -> No
         target.zeros.copy_(pack_groups(zeros.repeat_interleave(repeats, 1)))
 
 
+def fill_minima(target: WeightTensor, codes: Tensor, scales: Tensor, minima: Tensor) -> None:
+    """Write code * scale + minimum to `target`, of a format with minima or of floats.
+
+    codes    uint8 [rows, columns] of at most 4 bits; int8 for INT8_GROUP
+    scales   f32 [rows, groups as published]
+    minima   of that shape and dtype
+    """
+    rows, columns = target.shape
+    if target.encoding.is_float:
+        groups = codes.float().view(rows, scales.shape[1], -1) * scales[..., None]
+        target.data.copy_((groups + minima[..., None]).view(target.shape))
+        return
+    assert target.scales is not None and target.minima is not None
+    repeats = columns // target.group_size // scales.shape[1]
+    scales, minima = (part.repeat_interleave(repeats, 1) for part in (scales, minima))
+    if target.encoding is Encoding.INT4_GROUP:
+        target.data.copy_(pack_codes(codes))
+        target.scales.copy_(pack_groups(scales))
+        target.minima.copy_(pack_groups(minima))
+        return
+    target.data.copy_(codes)
+    target.scales.copy_(scales)
+    target.minima.copy_(minima)
+
+
+def minima_format(bits: int, columns: int, group: int) -> Format:
+    """What code * scale + minimum becomes, in f32: INT4_GROUP, INT8_GROUP, or numbers."""
+    size = memory_group(columns, group)
+    if bits <= 4 and size and columns % PANEL_BLOCK == 0:
+        return Format(Encoding.INT4_GROUP, size, scale_dtype=torch.float32, minima=True)
+    if bits > 4 and size:
+        return Format(Encoding.INT8_GROUP, size, minima=True)
+    return Format(Encoding.F32)
+
+
 def check_middle(zeros: Tensor | int, middle: int) -> None:
     """Raise CheckpointError unless all zero points are `middle`, as the configuration promises."""
     if isinstance(zeros, Tensor) and bool((zeros != middle).any()):

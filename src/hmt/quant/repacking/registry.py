@@ -13,6 +13,7 @@ from hmt.quant.repacking.fp4 import MXFP4, NVFP4
 from hmt.quant.repacking.fp8 import FP8
 from hmt.quant.repacking.gguf import Gguf, GgufLatent, GgufReordered
 from hmt.quant.repacking.gptq import GPTQ
+from hmt.quant.repacking.hqq import HQQ
 from hmt.quant.repacking.interface import InPlaceImporter, WeightImporter
 from hmt.quant.repacking.stacked_floats import StackedFloats
 
@@ -26,6 +27,7 @@ _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "compressed integers": CompressedIntegers,
     "fp8": FP8,
     "gptq": GPTQ,
+    "hqq": HQQ,
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
     "gguf": Gguf,
