@@ -19,8 +19,8 @@ from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.formats import open_checkpoint
 from hmt.kernels import ops, reference
 from hmt.quant import empty_weight
-from hmt.quant.importers import InPlaceImporter, open_importer
 from hmt.quant.packed import view_weight
+from hmt.quant.repacking import InPlaceImporter, open_importer
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 ROWS, COLUMNS = 32, 64

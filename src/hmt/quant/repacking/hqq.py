@@ -8,11 +8,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.quant.importers.bits import DTYPES, as_tensor
-from hmt.quant.importers.grouped import fill_minima, minima_format
-from hmt.quant.importers.interface import WeightImporter
-from hmt.quant.importers.row_chunks import row_chunks
 from hmt.quant.packed import Format
+from hmt.quant.repacking.bits import DTYPES, as_tensor
+from hmt.quant.repacking.grouped import fill_minima, minima_format
+from hmt.quant.repacking.interface import WeightImporter
+from hmt.quant.repacking.row_chunks import row_chunks
 
 _MIDDLE = 128  # what is taken from 8 bits, so that they are signed
 
