@@ -197,7 +197,7 @@ def test_an_empty_place_in_a_group_is_harmless(machine):
     "name", ["exact", "int8", "int8+shared-parts", "exact~sparse24@0.4", "int8~int4@0.4", *NAMES]
 )
 def test_plans_count_what_codecs_take(machine, name):
-    sizes = KVTierSizes(**kv_sizes(LAYERS, torch.float32, "exact", name))
+    sizes = KVTierSizes(**kv_sizes(dict(enumerate(LAYERS)), torch.float32, "exact", name))
     budgets = KVBudgets(HOT * sizes.device_page + (1 << 20), 0, None)
     levels = plan_kv_tiers(sizes, budgets, context=40000, most=40000, chunk=48, batch=1)
     assert levels.disk_format == name and levels.disk_groups > 0

@@ -12,7 +12,6 @@ from typing import Any
 from hmt.base import extension
 from hmt.base.errors import DiskReadError
 from hmt.memory import PAGE_BYTES, PreadReader
-from hmt.memory.disk.readers import OpenFiles
 from hmt.memory.disk.uring import UringBackend
 
 
@@ -106,12 +105,11 @@ class FaultyUring(PreadReader):
     """One thread whose ring goes wrong."""
 
     def __init__(self, faults: Faults) -> None:
-        self._open = OpenFiles(direct=True)
-        super().__init__(files=self._open)
+        super().__init__()
         self._faults = faults
 
     def issuer(self, depth: int) -> UringBackend:
         def path_of(descriptor: int) -> Path:
             return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
-        return UringBackend(self._open, FaultyRing(self._faults, path_of), 16)
+        return UringBackend(self._files, FaultyRing(self._faults, path_of), 16)
