@@ -2,6 +2,7 @@
 
 from hmt.kvcache.prefix.cache import Opened, PrefixCache
 from hmt.kvcache.prefix.extents import PageExtents
+from hmt.kvcache.prefix.saved_states import SavedStates, state_piece_bytes
 from hmt.kvcache.prefix.store import PrefixStore, StoreCounters, store_buffer_bytes
 from hmt.kvcache.prefix.tree import PrefixCounters, PrefixTree, keep_prefixes
 
@@ -12,7 +13,9 @@ __all__ = [
     "PrefixCounters",
     "PrefixStore",
     "PrefixTree",
+    "SavedStates",
     "StoreCounters",
     "keep_prefixes",
+    "state_piece_bytes",
     "store_buffer_bytes",
 ]
