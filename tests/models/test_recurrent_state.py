@@ -21,6 +21,7 @@ from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 from hmt.kvcache import SplitKVCache
 from hmt.kvcache.prefix import saved_states
+from hmt.planner import explain
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_prefill_tokens": 16, "host_memory": "64MiB"}
 POSITIONS = 400
@@ -171,6 +172,9 @@ def test_state_is_part_of_the_budget(made: tuple[Path, PreTrainedModel]) -> None
             pages = model.plan.kv_tokens * model.prepared.demand.kv_token_bytes
             states = batch * (5 if shared else 1)
             assert pages + states * spec.state_bytes <= used <= reserved[-1]
+            prepared = model.prepared
+            shown = explain(model.plan, prepared.demand, prepared.machine)
+            assert f"{states} recurrent states of " in shown
             assert engine._ledger.reserved_bytes(Tier.HOST) <= 64 << 20
     for more in reserved[1:]:
         assert abs(more - reserved[0] - 4 * spec.state_bytes) < 3 * 4096
