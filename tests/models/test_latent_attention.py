@@ -23,7 +23,7 @@ class CutKV(PlainKV):
     """Shows as much of a context as a run ends at, and notes how many tokens ask at once."""
 
     def __init__(self, layer: LatentAttention) -> None:
-        super().__init__(SimpleNamespace(kv=(layer.kv,)))
+        super().__init__(SimpleNamespace(kv_layers={0: layer.kv}, state_layers={}))
         self.asked: list[int] = []
 
     def attend(self, layer: int, step: Step, query: torch.Tensor, **options: float) -> torch.Tensor:
