@@ -1,6 +1,5 @@
 """Models with recurrent state in the engine: chunks, batches, choices, preemption, memory."""
 
-import logging
 import random
 import shutil
 from collections.abc import Iterator
@@ -21,6 +20,8 @@ from hmt.engine import LoadedModel
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 from hmt.kvcache import SplitKVCache
+from hmt.kvcache.prefix import saved_states
+from hmt.planner import explain
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_prefill_tokens": 16, "host_memory": "64MiB"}
 POSITIONS = 400
@@ -171,6 +172,9 @@ def test_state_is_part_of_the_budget(made: tuple[Path, PreTrainedModel]) -> None
             pages = model.plan.kv_tokens * model.prepared.demand.kv_token_bytes
             states = batch * (5 if shared else 1)
             assert pages + states * spec.state_bytes <= used <= reserved[-1]
+            prepared = model.prepared
+            shown = explain(model.plan, prepared.demand, prepared.machine)
+            assert f"{states} recurrent states of " in shown
             assert engine._ledger.reserved_bytes(Tier.HOST) <= 64 << 20
     for more in reserved[1:]:
         assert abs(more - reserved[0] - 4 * spec.state_bytes) < 3 * 4096
@@ -243,18 +247,50 @@ def test_checkpoints_give_way_and_answers_stay(made: tuple[Path, PreTrainedModel
         assert check_checkpoints(model) == 0
 
 
-def test_prefixes_are_not_written(
-    made: tuple[Path, PreTrainedModel], caplog: pytest.LogCaptureFixture, tmp_path: Path
+@pytest.mark.parametrize(
+    ("piece", "way"),
+    [(1 << 22, {"kv_gpu_memory": "1MiB"}), (1000, {})],
+    ids=["whole, levels", "in pieces, near"],
+)
+def test_a_conversation_goes_on_after_a_restart(
+    piece: int,
+    way: dict[str, Any],
+    made: tuple[Path, PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    """From the disk, where states lie in pieces; a damaged one is computed again."""
+    monkeypatch.setattr(saved_states, "_PIECE_BYTES", piece)
     folder, _ = made
-    prompt = ids(100, 4)
-    options = OPTIONS | {"context": POSITIONS, "max_batch": 2, "prefix_cache_dir": str(tmp_path)}
-    with caplog.at_level(logging.WARNING), hmt.Engine(**options) as engine:
-        model = engine.load_model(folder)
-        answers = [model.infer(drawn(prompt, 1)).token_ids for _ in range(2)]
-        assert answers[0] == answers[1]
-        assert model.summary().prompt.tokens == len(prompt) + 4
-    assert not [*tmp_path.iterdir()]
+    options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
+    kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | way
+    tokens = ids(70, 1)
+    for turn in range(5):
+        with hmt.Engine(**options) as plain:
+            wanted = plain.load_model(folder).infer(drawn(tokens, turn, 20)).token_ids
+        if turn >= 3:
+            damage(tmp_path, turn - 3)
+        with hmt.Engine(**kept) as engine:
+            model = engine.load_model(folder)
+            request = drawn(tokens, turn, 20)
+            assert model.infer(request).token_ids == wanted
+            computed = model.summary().prompt.tokens
+            assert computed <= (25 + 16 if 0 < turn < 3 else len(tokens))
+            assert turn < 3 or computed > 25 + 16, "what was damaged counts as never kept"
+            assert engine._ledger.reserved_bytes(Tier.HOST) <= 160 << 20
+        tokens = [*tokens, *wanted, *ids(25, 10 + turn)]
+
+
+def damage(folder: Path, which: int) -> None:
+    """Change a byte at the end of every file of pages, or of every file of states."""
+    names = [file.name for file in folder.glob("*") if len(file.name) > 40]
+    kinds = sorted({name[:32] for name in names})
+    assert len(kinds) == 2
+    for name in names:
+        if name.startswith(kinds[which]):
+            content = bytearray((folder / name).read_bytes())
+            content[-1] ^= 255
+            (folder / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "prefixes"])

@@ -66,8 +66,7 @@ class StateStore:
 
     def copy(self, sequence: int, other: int) -> None:
         """Let the slot of `other`, which is new, hold what that of `sequence` holds."""
-        (theirs,), (ours,) = self.slots.of(sequence), self.slots.of(other)
-        self._memory[int(ours)] = self._memory[int(theirs)]
+        self._memory[self.slot_of(other)] = self._memory[self.slot_of(sequence)]
         self._positions[other] = self._positions.get(sequence, 0)
 
     def keep(self, sequence: int, pages: Ints) -> None:
@@ -81,10 +80,22 @@ class StateStore:
             self._copy_out(Segment(sequence, position, 0, 0))
         self.checkpoints.keep(sequence, pages)
 
+    def row(self, slot: int) -> torch.Tensor:
+        """All bytes of a slot, uint8, as they lie."""
+        return self._memory[slot].view(torch.uint8)
+
     def restore(self, sequence: int, slot: int, position: int) -> None:
         """Let a new sequence hold the state of a checkpoint, which is that of `position`."""
-        (own,) = self.slots.of(sequence)
-        self._memory[int(own)] = self._memory[slot]
+        self._memory[self.slot_of(sequence)] = self._memory[slot]
+        self.stands_at(sequence, position)
+
+    def slot_of(self, sequence: int) -> int:
+        """Where a sequence's state is."""
+        (slot,) = self.slots.of(sequence)
+        return int(slot)
+
+    def stands_at(self, sequence: int, position: int) -> None:
+        """The slot of a new sequence was filled with the state of `position`."""
         self._positions[sequence] = position
 
     def release(self) -> None:
@@ -109,14 +120,14 @@ class StateStore:
                     f"is at {held}"
                 )
             self._positions[run.sequence] = run.context
-            (slot,) = self.slots.of(run.sequence)
             self._copy_out(run)
-            runs.append(StateRun(int(slot), run.offset, run.length, run.start == 0))
+            runs.append(
+                StateRun(self.slot_of(run.sequence), run.offset, run.length, run.start == 0)
+            )
         return tuple(runs)
 
     def _copy_out(self, run: Segment) -> None:
         """Make a checkpoint of the state with which a run begins, if it is worth one."""
         slot = None if self.checkpoints is None else self.checkpoints.take(run)
         if slot is not None:
-            (own,) = self.slots.of(run.sequence)
-            self._memory[slot] = self._memory[int(own)]
+            self._memory[slot] = self._memory[self.slot_of(run.sequence)]

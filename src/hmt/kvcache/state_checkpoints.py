@@ -63,6 +63,11 @@ class StateCheckpoints:
                 return count
         return 0
 
+    def kept_behind(self, pages: Ints) -> list[tuple[int, int]]:
+        """(number, slot) of those of `pages` that have a copy, in order."""
+        numbered = enumerate(pages.tolist())
+        return [(number, self._kept[page]) for number, page in numbered if page in self._kept]
+
     def slot_behind(self, page: int) -> int:
         """The slot with the state behind `page`; this is a use of it."""
         slot = self._kept.pop(page)

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from hmt.base.errors import ConfigError, DiskReadError
-from hmt.base.log import logger, warn_once
+from hmt.base.log import logger
+from hmt.base.units import round_up
 from hmt.contracts.model import Model, RotaryBorder
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.source import Source
@@ -15,7 +16,9 @@ from hmt.kvcache.prefix import (
     PageExtents,
     PrefixCache,
     PrefixStore,
+    SavedStates,
     keep_prefixes,
+    state_piece_bytes,
     store_buffer_bytes,
 )
 from hmt.memory import HostPool
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 # Of a conversation, where its last two prompts and answers end.
 _CHECKPOINTS_EACH = 4
+_ALIGNMENT = 4096  # of what a pool gives
 
 
 def state_checkpoints(model: Model, config: EngineConfig) -> int:
@@ -36,9 +40,13 @@ def state_checkpoints(model: Model, config: EngineConfig) -> int:
 
 def prefix_bytes(model: Model, config: EngineConfig) -> int:
     """Host memory that pages pass through on their way to the disk and back."""
-    if not config.prefix_cache or not _saves(model, config):
+    if not config.prefix_cache or config.prefix_cache_dir is None:
         return 0
-    return store_buffer_bytes(_extents(model, config.kv_quant[0]).page_bytes)
+    nbytes = store_buffer_bytes(_extents(model, config.kv_quant[0]).page_bytes)
+    if state := model.spec.state_bytes:
+        nbytes += round_up(nbytes, _ALIGNMENT) - nbytes
+        nbytes += store_buffer_bytes(state_piece_bytes(state))
+    return nbytes
 
 
 def open_prefixes(
@@ -66,24 +74,27 @@ def open_prefixes(
             "leave the prefix cache off, or choose --kv-policy exact"
         )
     store, extents = None, _extents(model, config.kv_quant[0])
-    if config.prefix_cache_dir is not None and not _saves(model, config):
-        warn_once(
-            f"prefixes {model.spec.architecture}",
-            f"{model.spec.architecture} has layers with recurrent state, which is not written to "
-            f"{config.prefix_cache_dir}: common beginnings of prompts are kept in memory alone",
-        )
-    elif config.prefix_cache_dir is not None:
-        store = PrefixStore(
-            config.prefix_cache_dir,
-            _fingerprint(source, config, extents),
-            extents.page_bytes,
-            pool,
-            capacity_bytes=config.prefix_cache_disk_memory_bytes,
-        )
-        stack.callback(store.close)
+    saved_states = None
+    if config.prefix_cache_dir is not None:
+        fingerprint = _fingerprint(source, config, extents)
+
+        def opened(fingerprint: str, page_bytes: int) -> PrefixStore:
+            assert config.prefix_cache_dir is not None
+            capacity = config.prefix_cache_disk_memory_bytes
+            made = PrefixStore(
+                config.prefix_cache_dir, fingerprint, page_bytes, pool, capacity_bytes=capacity
+            )
+            stack.callback(made.close)
+            return made
+
+        store = opened(fingerprint, extents.page_bytes)
+        if kv.states is not None:
+            layout = f"{fingerprint} {model.spec.state}"
+            states = opened(layout, state_piece_bytes(model.spec.state_bytes))
+            saved_states = SavedStates(kv.states, states)
     checkpoints = None if kv.states is None else kv.states.checkpoints
     tree = keep_prefixes(kv.allocator, checkpoints=checkpoints)
-    return PrefixCache(kv, tree, store, extents)
+    return PrefixCache(kv, tree, store, extents, saved_states)
 
 
 def save_some(prefixes: PrefixCache) -> bool:
@@ -116,11 +127,6 @@ def salt_of(sequence: "SequenceState", border: RotaryBorder | None) -> str:
     if border is None or sequence.whole <= border.positions:
         return ""
     return str(sequence.whole) if border.gradual else "long"
-
-
-def _saves(model: Model, config: EngineConfig) -> bool:
-    """Whether prefixes are kept on the disk, too."""
-    return config.prefix_cache_dir is not None and not model.spec.state_bytes
 
 
 def _extents(model: Model, device_format: str) -> PageExtents:

@@ -13,6 +13,7 @@ from hmt.kvcache.page_table import Ints
 from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.prefix.extents import PageExtents
 from hmt.kvcache.prefix.radix_tree import PrefixTree, Tokens
+from hmt.kvcache.prefix.saved_states import SavedStates
 from hmt.kvcache.prefix.store import PrefixStore
 from hmt.kvcache.state_checkpoints import StateCheckpoints
 
@@ -34,12 +35,15 @@ class PrefixCache:
     A prompt sees nothing of sequences with another salt, neither their pages nor that any exist.
     An owner evicts no pages of others that are within their share; see PrefixTree.  Without a store
     prefixes live as long as the cache.  Only for the engine's thread.
+
+    saved_states   checkpoints of recurrent state on the disk, where `store` keeps pages
     """
 
     kv: PagedKV | TieredKV
     tree: PrefixTree
     store: PrefixStore | None = None
     extents: PageExtents | None = None
+    saved_states: SavedStates | None = None
     _unsaved: dict[str, deque[tuple[Ints, str]]] = field(default_factory=dict)  # by owner
 
     def shared(self, prompt: Tokens, salt: str = "") -> int:
@@ -73,7 +77,10 @@ class PrefixCache:
         if states is not None and state is not None:
             states.restore(sequence, state, held * PAGE_TOKENS)
         try:
-            held += self._load(sequence, known, salt, held)
+            loaded = self._load(sequence, known, salt, held)
+            if loaded and self.saved_states is not None:
+                loaded = self._load_state(sequence, known, salt, held + loaded, (held, state))
+            held += loaded
         except BaseException:
             allocator.close(sequence)
             raise
@@ -129,7 +136,7 @@ class PrefixCache:
             pass
         if self.store is not None:
             self.store.close()
-            self.store = None
+            self.store = self.saved_states = None
 
     def counters(self) -> dict[str, Any]:
         """What the tree and the store counted, by name."""
@@ -157,7 +164,13 @@ class PrefixCache:
             self.kv.copy_out(ids[first : first + len(memory)], extents.kinds(memory))
 
         keys = self.store.keys(tokens[: PAGE_TOKENS * len(ids)], salt)
-        return self.store.save(keys, export, owner)
+        saved = self.store.save(keys, export, owner)
+        if saved or self.saved_states is None or self._checkpoints is None:
+            return saved
+        for number, slot in self._checkpoints.kept_behind(ids):
+            if saved := self.saved_states.save(keys[number], slot, owner):
+                return saved
+        return 0
 
     def _load(self, sequence: int, known: Tokens, salt: str, held: int) -> int:
         """Append what the disk has behind the first `held` pages; how many pages that is."""
@@ -174,6 +187,27 @@ class PrefixCache:
             loaded += len(rows)
 
         keys = self.store.keys(known, salt)
-        if self.store.held(keys) > held:
+        keys = keys[: self.store.held(keys)]
+        if self.saved_states is not None:
+            keys = keys[: self.saved_states.longest(keys, held)]
+        if len(keys) > held:
             self.store.load(keys, held, put)
-        return loaded
+        return loaded if self.saved_states is None or held + loaded == len(keys) else 0
+
+    def _load_state(
+        self, sequence: int, known: Tokens, salt: str, pages: int, before: tuple[int, int | None]
+    ) -> int:
+        """Read the state behind a sequence's first `pages`; how many came, 0 if it is not whole.
+
+        before   pages that it had, and the slot with the state behind these; None: it has none
+        """
+        assert self.store is not None and self.saved_states is not None
+        states, (held, slot) = self.kv.states, before
+        assert states is not None
+        key = self.store.keys(known, salt)[pages - 1]
+        if self.saved_states.load(key, states.slot_of(sequence)):
+            states.stands_at(sequence, pages * PAGE_TOKENS)
+            return pages - held
+        if slot is not None:
+            states.restore(sequence, slot, held * PAGE_TOKENS)
+        return 0

@@ -136,6 +136,10 @@ class PrefixStore:
             self._tell(error)
         return next((i for i, key in enumerate(keys) if key not in self._index), len(keys))
 
+    def known(self, keys: Sequence[bytes]) -> bool:
+        """Whether all of them were there when `held` was last asked."""
+        return all(key in self._index for key in keys)
+
     def load(self, keys: Sequence[bytes], first: int, put: Import) -> int:
         """Read pages from number `first` on, in order; how many there were.
 

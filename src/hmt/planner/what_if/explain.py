@@ -44,7 +44,7 @@ def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
     ]
     for purpose, nbytes in plan.reserved.items():
         if nbytes:
-            detail = f"  ({plan.kv_tokens} positions)" if purpose == "kv" else ""
+            detail = _kv_detail(plan, demand) if purpose == "kv" else ""
             lines.append(f"  {_MEANING[purpose]:<26}{format_bytes(nbytes):>10}{detail}")
     free = plan.budgets[Tier.HOST] - sum(plan.reserved.values())
     lines.append(f"  {'free':<26}{format_bytes(free):>10}")
@@ -59,6 +59,14 @@ def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
     costs = _cost_lines(plan, demand, machine)
     lines += ["", *costs, *(f"it {remark}" for remark in demand.spec.remarks)]
     return "\n".join(line for line in lines if line is not None)
+
+
+def _kv_detail(plan: Plan, demand: Demand) -> str:
+    """What the KV cache has room for."""
+    if not demand.sequence_bytes:
+        return f"  ({plan.kv_tokens} positions)"
+    state = f"{demand.state_slots} recurrent states of {format_bytes(demand.sequence_bytes)}"
+    return f"  ({plan.kv_tokens} positions, {state})"
 
 
 def _device_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str | None]:
