@@ -15,7 +15,9 @@ from hmt.quant.importers.gguf import Gguf, GgufLatent, GgufReordered
 from hmt.quant.importers.gptq import GPTQ
 from hmt.quant.importers.hqq import HQQ
 from hmt.quant.importers.interface import InPlaceImporter, WeightImporter
+from hmt.quant.importers.quanto import QuantoBits
 from hmt.quant.importers.stacked_floats import StackedFloats
+from hmt.quant.importers.torchao import TorchaoInt4
 
 _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "in place": InPlaceImporter,
@@ -30,6 +32,8 @@ _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "hqq": HQQ,
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
+    "quanto bits": QuantoBits,
+    "torchao int4": TorchaoInt4,
     "gguf": Gguf,
     "gguf latent": GgufLatent,
     "gguf reordered": GgufReordered,
