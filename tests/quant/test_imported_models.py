@@ -64,9 +64,15 @@ def llama() -> LlamaForCausalLM:
     return model
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def write(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None = None,
+) -> None:
     (folder / "config.json").write_text(json.dumps(config, default=str))
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    file = folder / "model.safetensors"
+    save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata=metadata)
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
 
 
@@ -75,16 +81,19 @@ def publish(name: str, llama: LlamaForCausalLM, folder: Path) -> dict[str, torch
     publisher = PUBLISHERS[name]
     torch.manual_seed(6)
     tensors, plain = {}, {}
+    metadata = {}
     for key, tensor in llama.state_dict().items():
         if key.startswith("model.layers") and tensor.dim() == 2:
             parts, plain[key] = publisher.publish(tensor)
             assert (plain[key] - tensor).norm() < 0.2 * tensor.norm()
             module = key.removesuffix(".weight")
             tensors |= {f"{module}.{end}": part for end, part in parts.items()}
+            if publisher.about is not None:
+                metadata[key] = json.dumps(publisher.about)
         else:
             tensors[key] = plain[key] = tensor
     section = {"quantization_config": publisher.config, "architectures": ["LlamaForCausalLM"]}
-    write(folder, CONFIG.to_dict() | section, tensors)
+    write(folder, CONFIG.to_dict() | section, tensors, metadata or None)
     return plain
 
 
