@@ -106,7 +106,7 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
     check_sizes(tmp_path)
     reference = LlamaForCausalLM(CONFIG).eval()
     reference.load_state_dict(plain)
-    check(tmp_path, reference, packed=name in ("awq", "fp8", "modelopt-nvfp4"))
+    check(tmp_path, reference, packed=name in ("awq", "fp8", "hqq", "modelopt-nvfp4", "quanto"))
 
 
 def check_sizes(folder: Path) -> None:

@@ -55,7 +55,7 @@ def _add_bits(found: Quantized, module: str, codes: TensorRecord) -> None:
     parts = {"data": whole(codes), "scale": whole(scales), "shift": whole(shifts)}
     found.add(
         f"{module}.weight",
-        "quanto bits",
+        "quanto",
         (lines * group,),
         parts,
         bits=bits,

@@ -32,7 +32,7 @@ _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "hqq": HQQ,
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
-    "quanto bits": QuantoBits,
+    "quanto": QuantoBits,
     "torchao int4": TorchaoInt4,
     "gguf": Gguf,
     "gguf latent": GgufLatent,
