@@ -109,6 +109,38 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
     check(tmp_path, reference, packed=name in ("awq", "fp8", "hqq", "modelopt-nvfp4", "quanto"))
 
 
+def test_embedding_and_head_of_torchao(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """A byte for each code, in two files, of which one has the metadata of both."""
+    plain, shards = dict(llama.state_dict()), ({}, {})
+    metadata = {}
+    for number, (key, bits) in enumerate(
+        {
+            "model.embed_tokens.weight": 8,
+            "lm_head.weight": 4,
+            "model.layers.1.mlp.up_proj.weight": 8,
+        }.items()
+    ):
+        tensor, high = plain.pop(key), (1 << bits - 1) - 1
+        groups = tensor.view(len(tensor), -1, 32)
+        scales = (groups.abs().amax(-1) / high).bfloat16()
+        codes = (groups / scales.float()[..., None]).round().clamp(-high - 1, high)
+        plain[key] = (codes * scales.float()[..., None]).view(tensor.shape)
+        start = key.removesuffix("weight") + "_weight_"
+        shards[number % 2][f"{start}qdata"] = codes.to(torch.int8).view(tensor.shape)
+        shards[number % 2][f"{start}scale"] = scales
+        shards[number % 2][f"{start}zero_point"] = torch.zeros_like(scales, dtype=torch.int8)
+        fields = {"block_size": [1, 32], "target_dtype": {"_data": f"int{bits}"}}
+        metadata[key] = json.dumps({"_type": "IntxUnpackedToInt8Tensor", "_data": fields})
+    others = {key: part for key, part in plain.items() if key not in metadata}
+    section = {"quantization_config": {"quant_method": "torchao"}}
+    config = CONFIG.to_dict() | section | {"architectures": ["LlamaForCausalLM"]}
+    write(tmp_path, config, shards[0] | others, metadata)
+    save_file(shards[1], tmp_path / "other.safetensors")
+    reference = LlamaForCausalLM(CONFIG).eval()
+    reference.load_state_dict(plain)
+    check(tmp_path, reference)
+
+
 def check_sizes(folder: Path) -> None:
     """`hmt inspect` accounts for every byte of the file, and names a kernel for every matrix."""
     found, checkpoint = inspect(folder), open_checkpoint(folder)

@@ -6,7 +6,6 @@ of torchao's classes it is, and that class's attributes.
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import CheckpointError
@@ -22,13 +21,13 @@ _LOOKED_AT = 1 << 16
 
 
 def find_torchao(found: Quantized) -> None:
-    """Every MODULE._weight_qdata, by what its file's metadata says."""
-    about: dict[Path, Mapping[str, str]] = {}
+    """Every MODULE._weight_qdata, by what the metadata of any shard says."""
+    about: dict[str, str] = {}
+    for file in sorted({record.file for record in found.records.values()}):
+        about |= read_metadata(file)
     for module, _ in list(found.modules(_QDATA)):
         codes = found.tensor(module, _QDATA)
-        if codes.file not in about:
-            about[codes.file] = read_metadata(codes.file)
-        kind, fields = _class_of(found, module, about[codes.file].get(f"{module}.weight"))
+        kind, fields = _class_of(found, module, about.get(f"{module}.weight"))
         for unread in ("act_pre_scale", "act_quant_scale"):
             if f"{module}._weight_{unread}" in found.records:
                 name = f"{module}._weight_{unread}"
