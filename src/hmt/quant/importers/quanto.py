@@ -45,7 +45,8 @@ class QuantoBits(WeightImporter):
                 f"its groups of {self.group_size} inputs do not divide rows of {shape[-1]}: config "
                 "and weights do not belong together"
             )
-        return minima_format(self.bits, shape[1], self.group_size)
+        dtype = torch.float32 if self.integers else DTYPES[self.dtype]
+        return minima_format(self.bits, shape[1], self.group_size, dtype)
 
     @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
