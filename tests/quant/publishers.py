@@ -20,10 +20,11 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Publisher:
-    """config: what config.json has as quantization_config."""
+    """config: config.json's quantization_config; about: a weight's metadata in its file."""
 
     config: dict[str, Any]
     publish: Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]
+    about: dict[str, Any] | None = None
 
 
 def words(rows: list[list[int]], bits: int) -> torch.Tensor:
@@ -246,6 +247,39 @@ def _hqq(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return parts, ((codes - zeros.float()) * scales.float()).view(w.shape)
 
 
+def _quanto(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """Four bits; a byte has a group of the first half in its low nibble."""
+    groups = w.view(-1, GROUP)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    scales, shifts = ((high - low) / 15).bfloat16(), (-low).bfloat16()
+    codes = ((groups + shifts.float()) / scales.float()).round().clamp(0, 15).to(torch.uint8)
+    first, second = codes.chunk(2)
+    parts = {
+        "weight._data._data": first | second << 4,
+        "weight._scale": scales,
+        "weight._shift": shifts,
+        "input_scale": torch.ones(()),
+        "output_scale": torch.ones(()),
+    }
+    return parts, (codes * scales.float() - shifts.float()).view(w.shape)
+
+
+def _torchao_int4(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    groups = w.view(len(w), -1, GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).bfloat16()
+    zeros = (low + 8 * scales.float()).bfloat16()
+    step, zero = scales.float()[..., None], zeros.float()[..., None]
+    codes = ((groups - zero) / step).round().clamp(-8, 7)
+    pairs = codes.to(torch.int8).view(len(w), -1, 2)
+    parts = {
+        "_weight_qdata": pairs[..., 0] & 15 | pairs[..., 1] << 4,
+        "_weight_scale": scales.T,
+        "_weight_zero_point": zeros.T,
+    }
+    return parts, (codes * step + zero).view(w.shape)
+
+
 def _rows_int8(w: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     scales = w.abs().amax(1)
     codes = (w / scales[:, None] * 127).round()
@@ -297,6 +331,12 @@ PUBLISHERS = {
         | {"packing_format": "auto_round:auto_gptq"}
         | {"extra_config": {r"mlp\.up": {"bits": 4, "sym": True}, "layers": {"bits": 4}}},
         gptq(4, symmetric=True).publish,
+    ),
+    "quanto": Publisher({}, _quanto),
+    "torchao-int4": Publisher(
+        {"quant_method": "torchao"},
+        _torchao_int4,
+        {"_type": "Int4Tensor", "_data": {"block_size": [1, GROUP]}},
     ),
     "hqq": Publisher({"quant_method": "hqq"}, _hqq),
     "gptq": gptq(4, symmetric=True),

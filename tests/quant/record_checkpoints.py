@@ -159,12 +159,116 @@ def hqq(bits: int, axis: int, dtype: torch.dtype, **fields: Any) -> Case:
     return Case(section(config), named(tensors), wanted)
 
 
+def torchao(config: Any, dtype: torch.dtype) -> Case:
+    """Its quantize_, and its state as transformers saves it."""
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import quantize_
+
+    layer = linear(7, dtype)
+    quantize_(layer, config)
+    w = layer.weight.data
+    tensors, metadata = flatten_tensor_state_dict({f"{MODULE}.weight": w})
+    if hasattr(w, "target_dtype"):
+        wanted = dequantised(w, w.target_dtype)
+    elif w.qdata.dtype is torch.int8:
+        wanted = dequantised(w, torch.int8)
+    else:
+        wanted = w.dequantize(torch.float32)
+    return Case(section({"quant_method": "torchao"}), tensors, wanted, metadata)
+
+
+def dequantised(w: Any, dtype: torch.dtype) -> torch.Tensor:
+    from torchao.quantization.quant_primitives import _DTYPE_TO_QVALUE_BOUNDS, dequantize_affine
+
+    low, high = _DTYPE_TO_QVALUE_BOUNDS[dtype]
+    args = (w.qdata, w.block_size, w.scale.float(), w.zero_point, torch.int8, low, high)
+    return dequantize_affine(*args, output_dtype=torch.float32)
+
+
+def torchao_int4() -> Case:
+    """Its class for fbgemm's kernel, whose quantiser needs a GPU package: rounded here instead.
+
+    fbgemm's codes are -8 to 7, two neighbours in a byte, the first in the low nibble, and a number
+    is code * scale + zero (fbgemm_gpu, int4_row_quantize_zp and pack_int4).
+    """
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Int4Tensor
+
+    groups = linear(9).weight.data.view(ROWS, -1, GROUP)
+    low, high = groups.amin(-1), groups.amax(-1)
+    scales = ((high - low) / 15).bfloat16()
+    zeros = (low + 8 * scales.float()).bfloat16()
+    codes = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round().clamp(-8, 7)
+    wanted = (codes * scales.float()[..., None] + zeros.float()[..., None]).view(ROWS, COLUMNS)
+    pairs = codes.to(torch.int8).view(ROWS, -1, 2)
+    qdata = pairs[..., 0] & 15 | pairs[..., 1] << 4
+    w = Int4Tensor(qdata, scales.T.contiguous(), zeros.T.contiguous(), [1, GROUP], wanted.shape)
+    tensors, metadata = flatten_tensor_state_dict({f"{MODULE}.weight": w})
+    return Case(section({"quant_method": "torchao"}), tensors, wanted, metadata)
+
+
+def quanto(kind: str, *, columns: int = COLUMNS, dtype: torch.dtype = torch.float16) -> Case:
+    """A module's state, which its QuantizedModelForCausalLM saves, and the map beside it."""
+    from optimum.quanto import freeze, qtypes, quantization_map, quantize
+
+    random = torch.Generator().manual_seed(11)
+    model = torch.nn.Module()
+    names = MODULE.split(".")
+    inner = model
+    for name in names[:-1]:
+        inner.add_module(name, torch.nn.Module())
+        inner = inner.get_submodule(name)
+    layer = torch.nn.Linear(columns, ROWS, bias=False, dtype=dtype)
+    layer.weight.data = (torch.randn(ROWS, columns, generator=random) * 0.05).to(dtype)
+    inner.add_module(names[-1], layer)
+    quantize(model, weights=qtypes[kind])
+    freeze(model)
+    w = model.get_submodule(MODULE).weight
+    w._scale = w._scale.float()
+    if hasattr(w, "_shift") and w._shift.dtype.is_floating_point:
+        w._shift = w._shift.float()
+    wanted = w.dequantize()
+    again = {
+        name: part.to(dtype)
+        if name.endswith(("_scale", "_shift")) and part.dtype is torch.float32
+        else part
+        for name, part in model.state_dict().items()
+    }
+    return Case({}, again, wanted, files={"quanto_qmap.json": quantization_map(model)})
+
+
 def cases() -> dict[str, Case]:
     gptq, awq = "auto_round:auto_gptq", "auto_round:auto_awq"
     plain = auto_round("auto_round", 4, symmetric=True)
     mixed = {"extra_config": {MODULE: {"bits": 8, "sym": True}}}
     by_pattern = {"extra_config": {"re": {"bits": 2}, r".*mlp\.up.*": {"bits": 6}}}
+    import torchao.quantization as ao
+    from torchao.quantization.granularity import PerGroup, PerTensor
+
+    int4 = {"weight_dtype": torch.int4, "granularity": PerGroup(GROUP)}
+    uneven = {"mapping_type": ao.MappingType.ASYMMETRIC}
+    bf16 = torch.bfloat16
     return {
+        "torchao-int8": torchao(ao.Int8WeightOnlyConfig(version=2), bf16),
+        "torchao-int8-dynamic": torchao(
+            ao.Int8DynamicActivationInt8WeightConfig(version=2), torch.float16
+        ),
+        "torchao-int8-group": torchao(
+            ao.Int8WeightOnlyConfig(version=2, granularity=PerGroup(GROUP)), bf16
+        ),
+        "torchao-int8-tensor": torchao(
+            ao.Int8WeightOnlyConfig(version=2, granularity=PerTensor()), bf16
+        ),
+        "torchao-intx-4": torchao(ao.IntxWeightOnlyConfig(**int4), bf16),
+        "torchao-intx-4-zeros": torchao(ao.IntxWeightOnlyConfig(**int4, **uneven), bf16),
+        "torchao-intx-8-zeros": torchao(ao.IntxWeightOnlyConfig(torch.int8, **uneven), bf16),
+        "torchao-int4": torchao_int4(),
+        "torchao-float8": torchao(ao.Float8WeightOnlyConfig(), bf16),
+        "quanto-int8": quanto("qint8"),
+        "quanto-int4": quanto("qint4"),
+        "quanto-int4-groups": quanto("qint4", columns=160, dtype=torch.bfloat16),
+        "quanto-int2": quanto("qint2"),
+        "quanto-float8": quanto("qfloat8_e4m3fn", dtype=torch.bfloat16),
         "auto-round-gptq": auto_round(gptq, 4, symmetric=True),
         "auto-round-gptq-zeros": auto_round(gptq, 4, symmetric=False),
         "auto-round-gptq-3": auto_round(gptq, 3, symmetric=True),

@@ -64,9 +64,15 @@ def llama() -> LlamaForCausalLM:
     return model
 
 
-def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+def write(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None = None,
+) -> None:
     (folder / "config.json").write_text(json.dumps(config, default=str))
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+    file = folder / "model.safetensors"
+    save_file({name: t.contiguous() for name, t in tensors.items()}, file, metadata=metadata)
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
 
 
@@ -75,16 +81,19 @@ def publish(name: str, llama: LlamaForCausalLM, folder: Path) -> dict[str, torch
     publisher = PUBLISHERS[name]
     torch.manual_seed(6)
     tensors, plain = {}, {}
+    metadata = {}
     for key, tensor in llama.state_dict().items():
         if key.startswith("model.layers") and tensor.dim() == 2:
             parts, plain[key] = publisher.publish(tensor)
             assert (plain[key] - tensor).norm() < 0.2 * tensor.norm()
             module = key.removesuffix(".weight")
             tensors |= {f"{module}.{end}": part for end, part in parts.items()}
+            if publisher.about is not None:
+                metadata[key] = json.dumps(publisher.about)
         else:
             tensors[key] = plain[key] = tensor
     section = {"quantization_config": publisher.config, "architectures": ["LlamaForCausalLM"]}
-    write(folder, CONFIG.to_dict() | section, tensors)
+    write(folder, CONFIG.to_dict() | section, tensors, metadata or None)
     return plain
 
 
@@ -97,7 +106,39 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
     check_sizes(tmp_path)
     reference = LlamaForCausalLM(CONFIG).eval()
     reference.load_state_dict(plain)
-    check(tmp_path, reference, packed=name in ("awq", "fp8", "modelopt-nvfp4"))
+    check(tmp_path, reference, packed=name in ("awq", "fp8", "hqq", "modelopt-nvfp4", "quanto"))
+
+
+def test_embedding_and_head_of_torchao(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    """A byte for each code, in two files, of which one has the metadata of both."""
+    plain, shards = dict(llama.state_dict()), ({}, {})
+    metadata = {}
+    for number, (key, bits) in enumerate(
+        {
+            "model.embed_tokens.weight": 8,
+            "lm_head.weight": 4,
+            "model.layers.1.mlp.up_proj.weight": 8,
+        }.items()
+    ):
+        tensor, high = plain.pop(key), (1 << bits - 1) - 1
+        groups = tensor.view(len(tensor), -1, 32)
+        scales = (groups.abs().amax(-1) / high).bfloat16()
+        codes = (groups / scales.float()[..., None]).round().clamp(-high - 1, high)
+        plain[key] = (codes * scales.float()[..., None]).view(tensor.shape)
+        start = key.removesuffix("weight") + "_weight_"
+        shards[number % 2][f"{start}qdata"] = codes.to(torch.int8).view(tensor.shape)
+        shards[number % 2][f"{start}scale"] = scales
+        shards[number % 2][f"{start}zero_point"] = torch.zeros_like(scales, dtype=torch.int8)
+        fields = {"block_size": [1, 32], "target_dtype": {"_data": f"int{bits}"}}
+        metadata[key] = json.dumps({"_type": "IntxUnpackedToInt8Tensor", "_data": fields})
+    others = {key: part for key, part in plain.items() if key not in metadata}
+    section = {"quantization_config": {"quant_method": "torchao"}}
+    config = CONFIG.to_dict() | section | {"architectures": ["LlamaForCausalLM"]}
+    write(tmp_path, config, shards[0] | others, metadata)
+    save_file(shards[1], tmp_path / "other.safetensors")
+    reference = LlamaForCausalLM(CONFIG).eval()
+    reference.load_state_dict(plain)
+    check(tmp_path, reference)
 
 
 def check_sizes(folder: Path) -> None:

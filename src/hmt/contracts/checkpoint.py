@@ -65,7 +65,7 @@ class FormName:
 class Published:
     """A parameter that is published in a form of its own, and not as a tensor of numbers.
 
-    shape   of the numbers: [out, in]
+    shape   of the numbers: [out, in], or how many they are where the file says no more
     parts   its arrays, by the names that the form's code knows them by
     """
 

@@ -70,6 +70,32 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
     Raises MissingFileError without the file, CheckpointError where it cannot be read, and
     HeaderError where the header is malformed or contradicts the file.
     """
+    raw, file_bytes = _read_raw(path)
+    tensors, _ = _tensors(path, raw)
+    entries = sorted(_entry(path, name, fields) for name, fields in tensors.items())
+    data_start = PREFIX_BYTES + len(raw)
+    _check_coverage(path, entries, file_bytes - data_start)
+    return {
+        entry.name: TensorRecord(
+            entry.name,
+            entry.dtype,
+            entry.shape,
+            path,
+            data_start + entry.begin,
+            entry.end - entry.begin,
+        )
+        for entry in entries
+    }
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a shard says of itself and its tensors (`__metadata__`); raises as `read_header`."""
+    raw, _ = _read_raw(path)
+    return _tensors(path, raw)[1]
+
+
+def _read_raw(path: Path) -> tuple[bytes, int]:
+    """The header, and how many bytes the file has."""
     try:
         with path.open("rb") as file:
             file_bytes = file.seek(0, 2)
@@ -84,20 +110,7 @@ def read_header(path: Path) -> dict[str, TensorRecord]:
         ) from error
     if len(raw) < length:
         raise _damaged(path, f"the header ends after {len(raw)} of {length} bytes")
-    entries = sorted(_entry(path, name, fields) for name, fields in _tensors(path, raw).items())
-    data_start = PREFIX_BYTES + length
-    _check_coverage(path, entries, file_bytes - data_start)
-    return {
-        entry.name: TensorRecord(
-            entry.name,
-            entry.dtype,
-            entry.shape,
-            path,
-            data_start + entry.begin,
-            entry.end - entry.begin,
-        )
-        for entry in entries
-    }
+    return raw, file_bytes
 
 
 def _damaged(path: Path, problem: str) -> HeaderError:
@@ -132,8 +145,8 @@ def _header_length(path: Path, prefix: bytes, file_bytes: int) -> int:
     return length
 
 
-def _tensors(path: Path, raw: bytes) -> dict[str, Any]:
-    """The header's JSON object without `__metadata__`."""
+def _tensors(path: Path, raw: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """The header's JSON object without `__metadata__`, and that."""
     try:
         header = json.loads(raw.decode(), object_pairs_hook=_unique_keys)
     except RecursionError:
@@ -145,7 +158,7 @@ def _tensors(path: Path, raw: bytes) -> dict[str, Any]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
         raise _damaged(path, "its __metadata__ is not a map of strings")
-    return header
+    return header, metadata
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

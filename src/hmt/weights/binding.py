@@ -127,7 +127,10 @@ def _bind_param(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> Bou
             "a shard may be missing: download the checkpoint again"
         )
     found = forms.get(source) or records[source]
-    _check_shape(param, source, found.shape, checkpoint)
+    shape = found.shape
+    if isinstance(found, Published) and shape == (prod(param.shape),) and param.rows is None:
+        shape = param.shape  # the file says how many numbers there are, and not in which rows
+    _check_shape(param, source, shape, checkpoint)
     if isinstance(found, Joined):
         return _bind_joined(param, source, found)
     if isinstance(found, Published):

@@ -68,7 +68,7 @@ def _stores_the_middle(found: Quantized, module: str, bits: Any) -> bool:
     record = found.check(found.tensor(module, "qzeros"), ("I32",))
     if type(bits) is not int or not 2 <= bits <= 8 or record.nbytes < _WORD_BYTES:
         return False
-    word = int.from_bytes(found.content(record, record.nbytes)[:_WORD_BYTES], "little")
+    word = int.from_bytes(found.content(record, record.nbytes, first=_WORD_BYTES), "little")
     return word & (1 << bits) - 1 == 1 << bits - 1
 
 

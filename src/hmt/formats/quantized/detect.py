@@ -15,8 +15,10 @@ from hmt.formats.quantized.gpt_oss import find_gpt_oss
 from hmt.formats.quantized.gptq import find_gptq
 from hmt.formats.quantized.hqq import find_hqq
 from hmt.formats.quantized.modelopt import find_modelopt
+from hmt.formats.quantized.quanto import find_quanto, is_quanto
 from hmt.formats.quantized.scan import Quantized
 from hmt.formats.quantized.stacked_experts import find_stacked_experts
+from hmt.formats.quantized.torchao import find_torchao
 
 _METHODS: dict[str, Callable[[Quantized], None]] = {
     "auto-round": find_auto_round,
@@ -31,6 +33,8 @@ _METHODS: dict[str, Callable[[Quantized], None]] = {
     "modelopt_fp4": find_modelopt,
     "mxfp4": find_gpt_oss,
     "mxfp8": find_fp8,
+    "quanto": find_quanto,
+    "torchao": find_torchao,
 }
 # Models whose experts are published in one tensor for each layer.
 _STACKED = (
@@ -53,6 +57,8 @@ def find_forms(
     ShapeError for tensors that contradict the configuration.
     """
     section = quantization_section(config, hf_quant_config)
+    if not section and is_quanto(records):
+        section = {"quant_method": "quanto"}
     method = str(section.get("quant_method", "")).lower()
     if method == "intel/auto-round":  # before it was called so alone
         method = "auto-round"

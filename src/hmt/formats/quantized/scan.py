@@ -68,23 +68,27 @@ class Quantized:
             )
         return record.shape[0], record.shape[1]
 
-    def content(self, record: TensorRecord, most: int) -> bytes:
-        """The bytes of a tensor that says how others are to be read, of at most `most` bytes."""
+    def content(self, record: TensorRecord, most: int, *, first: int | None = None) -> bytes:
+        """The bytes of a tensor that says how others are to be read, of at most `most` bytes.
+
+        first   so many of them are wanted
+        """
         if record.nbytes > most:
             raise CheckpointError(
                 f"{self.folder}: {record.name} has {record.nbytes} bytes, at most {most} are read: "
                 "download it again"
             )
+        wanted = record.nbytes if first is None else min(first, record.nbytes)
         try:
             with record.file.open("rb") as file:
                 file.seek(record.offset)
-                content = file.read(record.nbytes)
+                content = file.read(wanted)
         except OSError as error:
             raise CheckpointError(f"{record.file} cannot be read ({os_reason(error)})") from error
-        if len(content) < record.nbytes:
+        if len(content) < wanted:
             raise CheckpointError(
-                f"{record.file} ends within {record.name}, after {len(content)} of its "
-                f"{record.nbytes} bytes: download it again"
+                f"{record.file} ends within {record.name}, after {len(content)} of its first "
+                f"{wanted} bytes: download it again"
             )
         return content
 
@@ -118,6 +122,31 @@ class Quantized:
         """A parameter called `name`, in the form of `scheme`."""
         form = FormName(scheme, tuple(sorted(options.items())))
         self.forms[name] = Published(form, shape, parts)
+
+    def add_int8(
+        self,
+        name: str,
+        codes: TensorRecord,
+        parts: Mapping[str, PublishedPart],
+        *,
+        bits: int,
+        groups: int,
+        scale_dtype: str,
+        symmetric: bool = True,
+    ) -> None:
+        """Signed codes [rows, in], one in a byte; `groups` of a row, 0 for one scale in all."""
+        self.add(
+            name,
+            "compressed integers",
+            codes.shape,
+            parts,
+            bits=bits,
+            packed=False,
+            scale_groups=groups,
+            scale_dtype=scale_dtype,
+            symmetric=symmetric,
+            all_rows=codes.shape[0],
+        )
 
     def add_fp8(
         self, name: str, codes: TensorRecord, scales: TensorRecord, tile: tuple[int, int]

@@ -1,5 +1,6 @@
 """Numbers of a few bits each, packed into words or bytes, taken apart; parts seen in a dtype."""
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -47,6 +48,17 @@ def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     wide = torch.nn.functional.pad(data, (0, 1)).to(torch.int16)  # behind the last number
     pairs = wide[:, byte] | wide[:, byte + 1] << 8
     return (pairs >> shift & (1 << bits) - 1).to(torch.uint8)
+
+
+def unpack_strips(words: Tensor, bits: int, shifts: Sequence[int], low: int, high: int) -> Tensor:
+    """Lines [low, high) of a matrix whose strips lie in the same words: uint8 [lines, width].
+
+    words   [n, width]: its line i has lines i, n + i, 2 n + i ... of the matrix
+    shifts  of each strip in its word
+    """
+    line = torch.arange(low, high)
+    shift = torch.tensor(shifts, dtype=words.dtype)[line // len(words)]
+    return (words[line % len(words)] >> shift[:, None] & (1 << bits) - 1).to(torch.uint8)
 
 
 def pairs_or_codes(words: Tensor, bits: int, count: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hmt.base.errors import CheckpointError
 from hmt.contracts.encoding import WeightTensor
 from hmt.quant.packed import Format
 from hmt.quant.repacking.bits import DTYPES, as_tensor, pairs_or_codes, unpack_bits
@@ -26,7 +27,7 @@ class CompressedIntegers(WeightImporter):
                   at the end of a row
     scale_groups  scales of a row: in / group, 1 per row, or 0 for one scale in all
     scale_dtype   as published: "F32", "F16" or "BF16"
-    symmetric     there are no zero points
+    symmetric     there are no zero points, or all are 0; checked
     all_rows      of the published tensor: zero points of packed weights lie packed along the rows,
                   and come whole
 
@@ -55,7 +56,7 @@ class CompressedIntegers(WeightImporter):
         middle = 1 << self.bits - 1
         scales = self._per_row(as_tensor(parts["weight_scale"], DTYPES[self.scale_dtype], -1), rows)
         zeros: Tensor | int = middle
-        if not self.symmetric:
+        if "weight_zero_point" in parts:
             zeros = self._zeros(parts["weight_zero_point"], first, rows)
         for some, piece in row_chunks(target):
             if self.packed:
@@ -63,8 +64,17 @@ class CompressedIntegers(WeightImporter):
                 codes = pairs_or_codes(words[some], self.bits, columns)
             else:
                 codes = parts["weight"].view(rows, columns)[some] + middle  # as uint8, which wraps
+                self._check_range(codes)
             own = zeros[some] if isinstance(zeros, Tensor) else zeros
             fill_grouped(piece, codes, scales[some], own, middle)
+
+    def _check_range(self, codes: Tensor) -> None:
+        if self.bits < 8 and codes.numel() and int(codes.max()) >> self.bits:
+            middle = 1 << self.bits - 1
+            raise CheckpointError(
+                f"it has codes outside [{-middle}, {middle - 1}], and its {self.bits} bits hold no "
+                "others: config and weights do not belong together"
+            )
 
     def _per_row(self, values: Tensor, rows: int) -> Tensor:
         """Values of each row [rows, groups]."""

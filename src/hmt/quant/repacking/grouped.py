@@ -117,11 +117,16 @@ def fill_minima(target: WeightTensor, codes: Tensor, scales: Tensor, minima: Ten
     target.minima.copy_(minima)
 
 
-def minima_format(bits: int, columns: int, group: int) -> Format:
-    """What code * scale + minimum becomes, in f32: INT4_GROUP, INT8_GROUP, or numbers."""
+def minima_format(
+    bits: int, columns: int, group: int, scale_dtype: torch.dtype = torch.float32
+) -> Format:
+    """What code * scale + minimum becomes: INT4_GROUP, INT8_GROUP, or numbers.
+
+    scale_dtype   holds scales and minima; INT8_GROUP has them in f32 anyway
+    """
     size = memory_group(columns, group)
     if bits <= 4 and size and columns % PANEL_BLOCK == 0:
-        return Format(Encoding.INT4_GROUP, size, scale_dtype=torch.float32, minima=True)
+        return Format(Encoding.INT4_GROUP, size, scale_dtype=scale_dtype, minima=True)
     if bits > 4 and size:
         return Format(Encoding.INT8_GROUP, size, minima=True)
     return Format(Encoding.F32)

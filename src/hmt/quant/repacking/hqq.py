@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.quant.packed import Format
-from hmt.quant.repacking.bits import DTYPES, as_tensor
+from hmt.quant.repacking.bits import DTYPES, as_tensor, unpack_strips
 from hmt.quant.repacking.grouped import fill_minima, minima_format
 from hmt.quant.repacking.interface import WeightImporter
 from hmt.quant.repacking.row_chunks import row_chunks
@@ -28,8 +28,7 @@ class HQQ(WeightImporter):
     product that is exact where scales have 16 bits.
 
     bits        of a code
-    per_word    codes of a word: line 0 of the first word's highest bits, and the lines of the
-                first as many as there are words in the highest bits of all, and so on
+    per_word    codes of a word, which belong to strips of lines: the first is in the highest bits
     group_size  numbers that share a scale
     dtype       of scales and zero points: "F32", "F16" or "BF16"
 
@@ -57,10 +56,11 @@ class HQQ(WeightImporter):
         word = torch.int32 if self.per_word == 10 else torch.uint8
         words = as_tensor(parts["W_q"], word, -(-self.lines // self.per_word), -1)
         width = words.shape[1]
+        shifts = [self.bits * at for at in reversed(range(self.per_word))]
         for some, piece in row_chunks(target):
             begin, end = ((first + row) * columns for row in (some.start, some.stop))
             low, high = begin // width, -(-end // width)
-            codes = self._codes(words, low, high)
+            codes = unpack_strips(words, self.bits, shifts, low, high)
             if self.axis == 0:
                 numbers = ((codes.to(dtype) - zeros) * scales).flatten()
                 piece.data.copy_(numbers[begin - low * width : end - low * width].view(piece.shape))
@@ -73,10 +73,3 @@ class HQQ(WeightImporter):
             if middle:  # as uint8, which wraps
                 codes = (codes - middle).view(torch.int8)
             fill_minima(piece, codes, scale, (middle - zero) * scale)
-
-    def _codes(self, words: Tensor, low: int, high: int) -> Tensor:
-        """Lines [low, high): uint8 [lines, numbers of a line]."""
-        line = torch.arange(low, high)
-        strip = line // len(words)
-        shifts = (self.bits * (self.per_word - 1 - strip)).to(words.dtype)
-        return (words[line % len(words)] >> shifts[:, None] & (1 << self.bits) - 1).to(torch.uint8)

@@ -15,7 +15,9 @@ from hmt.quant.repacking.gguf import Gguf, GgufLatent, GgufReordered
 from hmt.quant.repacking.gptq import GPTQ
 from hmt.quant.repacking.hqq import HQQ
 from hmt.quant.repacking.interface import InPlaceImporter, WeightImporter
+from hmt.quant.repacking.quanto import QuantoBits
 from hmt.quant.repacking.stacked_floats import StackedFloats
+from hmt.quant.repacking.torchao import TorchaoInt4
 
 _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "in place": InPlaceImporter,
@@ -30,6 +32,8 @@ _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "hqq": HQQ,
     "mxfp4": MXFP4,
     "nvfp4": NVFP4,
+    "quanto": QuantoBits,
+    "torchao int4": TorchaoInt4,
     "gguf": Gguf,
     "gguf latent": GgufLatent,
     "gguf reordered": GgufReordered,
