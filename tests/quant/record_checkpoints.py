@@ -207,9 +207,19 @@ def torchao_int4() -> Case:
     return Case(section({"quant_method": "torchao"}), tensors, wanted, metadata)
 
 
-def quanto(kind: str, *, columns: int = COLUMNS, dtype: torch.dtype = torch.float16) -> Case:
+def quanto(
+    kind: str,
+    *,
+    columns: int = COLUMNS,
+    dtype: torch.dtype = torch.float16,
+    zero_points: bool = False,
+) -> Case:
     """A module's state, which its QuantizedModelForCausalLM saves, and the map beside it."""
-    from optimum.quanto import freeze, qtypes, quantization_map, quantize
+    from optimum.quanto import MaxOptimizer, freeze, qtypes, quantization_map, quantize
+
+    class Whole(MaxOptimizer):
+        def __call__(self, base: Any, qtype: Any, axis: int, group_size: Any = None) -> Any:
+            return super().__call__(base, qtype, axis, group_size, zeropoint=True)
 
     random = torch.Generator().manual_seed(11)
     model = torch.nn.Module()
@@ -221,7 +231,7 @@ def quanto(kind: str, *, columns: int = COLUMNS, dtype: torch.dtype = torch.floa
     layer = torch.nn.Linear(columns, ROWS, bias=False, dtype=dtype)
     layer.weight.data = (torch.randn(ROWS, columns, generator=random) * 0.05).to(dtype)
     inner.add_module(names[-1], layer)
-    quantize(model, weights=qtypes[kind])
+    quantize(model, weights=qtypes[kind], optimizer=Whole() if zero_points else None)
     freeze(model)
     w = model.get_submodule(MODULE).weight
     w._scale = w._scale.float()
@@ -267,6 +277,7 @@ def cases() -> dict[str, Case]:
         "quanto-int8": quanto("qint8"),
         "quanto-int4": quanto("qint4"),
         "quanto-int4-groups": quanto("qint4", columns=160, dtype=torch.bfloat16),
+        "quanto-int4-zeros": quanto("qint4", zero_points=True),
         "quanto-int2": quanto("qint2"),
         "quanto-float8": quanto("qfloat8_e4m3fn", dtype=torch.bfloat16),
         "auto-round-gptq": auto_round(gptq, 4, symmetric=True),

@@ -67,6 +67,7 @@ ENCODINGS = {
     "quanto-int8": ROW8,
     "quanto-int4": INT4,
     "quanto-int4-groups": INT4,
+    "quanto-int4-zeros": INT4,
     "quanto-int2": INT4,
     "quanto-float8": FP8,
     "mxfp8": FP8,

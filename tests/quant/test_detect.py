@@ -115,6 +115,13 @@ def test_a_checkpoint_without_quantisation_has_no_forms(published: Any) -> None:
         ("fp8-blocks", {"weight_block_size": [64, 64]}, r"weight_scale_inv is BF16 \[3, 2\]; .*"),
         ("fp8", {"quant_method": "quip"}, "quantised with 'quip', .*reads auto-round, awq, bits"),
         ("awq", {"quant_method": "auto-round", "packing_format": "mlx"}, "packing_format 'mlx'"),
+        ("auto-round", {"rotation_config": {"hadamard_type": "hadamard"}}, "rotation_config"),
+        ("auto-round", {"extra_config": {"layers": {"bits": 9}}}, "bits 9 for model.layers.0"),
+        (
+            "int8",
+            {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+            "transform_config at location 'input'",
+        ),
     ],
 )
 def test_what_is_not_read_is_named(

@@ -20,6 +20,7 @@ _LESS_ONE = ("auto_round:auto_gptq", "auto_round:gptq", _UNSAID)
 _AS_IT_IS = ("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2", "auto_round:tritonv2")
 _AWQ = ("auto_round:auto_awq", "auto_round:awq")
 _FLOATS = ("auto_round:llm_compressor",)
+_ROTATIONS = ("rotation_config", "spinquant_config")
 _FP8 = ("auto_round:fp8_static", "auto_round:fp8")
 
 
@@ -28,7 +29,12 @@ def find_auto_round(found: Quantized) -> None:
     packing = found.choose(
         "packing_format", _UNSAID, *_LESS_ONE, *_AS_IT_IS, *_AWQ, *_FLOATS, *_FP8
     )
+    for field in _ROTATIONS:
+        if found.config.get(field):
+            raise found.refuse(field, "weights whose inputs are not rotated")
     if packing in _FP8:
+        for module, suffix in found.modules("weight_zp"):
+            raise found.refuse(f"{module}.{suffix}", "FP8 without zero points")
         find_fp8(found)
         return
     if packing in _FLOATS:

@@ -20,6 +20,7 @@ def find_compressed(found: Quantized) -> None:
     sparsity = table(found.config, "sparsity_config")
     if sparsity.get("format", "dense") != "dense":
         raise found.refuse(f"sparsity format {sparsity['format']!r}", "dense weights")
+    _check_transforms(found)
     for module, suffix in list(found.modules("weight_packed", "weight")):
         if suffix == "weight" and f"{module}.weight_scale" not in found.records:
             continue
@@ -35,6 +36,17 @@ def find_compressed(found: Quantized) -> None:
         else:
             _add_integers(found, module, codes, args)
     found.set_aside(*_SPARE)
+
+
+def _check_transforms(found: Quantized) -> None:
+    """Raise CheckpointError where inputs or outputs are transformed, and not weights alone."""
+    for scheme in table(table(found.config, "transform_config"), "config_groups").values():
+        applied = scheme.get("apply") if isinstance(scheme, dict) else None
+        for args in applied if isinstance(applied, list) else [None]:
+            location = args.get("location") if isinstance(args, dict) else None
+            if location not in ("weight_input", "weight_output"):
+                asked = f"transform_config at location {location!r}"
+                raise found.refuse(asked, "transforms that the weights already have")
 
 
 def _weights_of(module: str, found: Quantized) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ def _add_bits(found: Quantized, module: str, codes: TensorRecord) -> None:
     lines = scales.shape[0] if scales.shape else 0
     found.check(scales, (scales.dtype,), (lines, 1))
     shifts = found.tensor(module, "weight._shift")
-    found.check(shifts, (scales.dtype, "I8"), (lines, 1))
+    found.check(shifts, (scales.dtype, "U8", "I8"), (lines, 1))
     bits = next((bits for bits in (4, 2) if -(-lines * bits // 8) == words), None)
     if bits is None:
         found.check(codes, ("U8",), (-(-lines // 2), group))
@@ -62,5 +62,5 @@ def _add_bits(found: Quantized, module: str, codes: TensorRecord) -> None:
         lines=lines,
         group_size=group,
         dtype=scales.dtype,
-        integers=shifts.dtype == "I8",
+        integers=shifts.dtype in ("U8", "I8"),
     )

@@ -27,7 +27,7 @@ class QuantoBits(WeightImporter):
     lines       groups of all rows
     group_size  numbers of a line
     dtype       of scales: "F32", "F16" or "BF16"
-    integers    shifts are int8, and else have the dtype of the scales
+    integers    shifts are bytes, 0 to 2^bits - 1, and else have the dtype of the scales
 
     Parts: data uint8 [ceil(lines * bits / 8), group_size], scale and shift [lines].
     """
@@ -52,7 +52,7 @@ class QuantoBits(WeightImporter):
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
         columns = target.shape[1]
         scales = as_tensor(parts["scale"], DTYPES[self.dtype], -1)
-        shift_dtype = torch.int8 if self.integers else scales.dtype
+        shift_dtype = torch.uint8 if self.integers else scales.dtype
         shifts = as_tensor(parts["shift"], shift_dtype, -1)
         words = parts["data"].view(-1, self.group_size)
         strips = range(0, 8, self.bits)
