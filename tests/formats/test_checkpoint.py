@@ -170,7 +170,10 @@ def test_other_formats_are_named(tmp_path: Path, file: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("quantization", "says"),
     [
-        ({"quant_method": "vptq", "bits": 4}, "'vptq'.*reads awq, .*BF16, FP16 and FP32"),
+        (
+            {"quant_method": "vptq", "bits": 4},
+            "'vptq'.*reads auto-round, awq, .*BF16, FP16 and FP32",
+        ),
         ({"bits": 4}, "None"),
         ("awq", "quantised with .*'awq', which is no object"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"\[128\], which.*\[128, 128\]"),
