@@ -172,7 +172,7 @@ def test_other_formats_are_named(tmp_path: Path, file: str, says: str) -> None:
     [
         (
             {"quant_method": "vptq", "bits": 4},
-            "'vptq'.*reads auto-round, awq, .*BF16, FP16 and FP32",
+            "'vptq'.*reads auto-round, awq, .*and FP32",
         ),
         ({"bits": 4}, "None"),
         ("awq", "quantised with .*'awq', which is no object"),
