@@ -45,7 +45,8 @@ def _add(found: Quantized, module: str) -> None:
     lines, width = (groups, group) if axis else (group, groups)
     codes = found.tensor(module, "W_q")
     if codes.nbytes != -(-lines // per_word) * width * word_bytes:
-        found.check(codes, ("U8", "I32"), (-(-lines // per_word), width))
+        word = "U8" if word_bytes == 1 else "I32"
+        found.check(codes, (word,), (-(-lines // per_word), width))
     wanted = (groups, 1) if axis else (1, groups)
     scales = found.check(found.tensor(module, "scale"), _FLOATS, wanted)
     zeros = found.check(found.tensor(module, "zero"), (scales.dtype,), wanted)
