@@ -44,6 +44,12 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Qwen3_5ForCausalLM": ("qwen3_5_text", Qwen35),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", Qwen35Moe),
 }
+# Text parts of multimodal models that compute, for text alone, what a family does.
+_ALIKE = {
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
 # Of a multimodal model.
 _TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
 _OTHER_PARTS = (
@@ -97,12 +103,13 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     text = config.get("text_config")
     if not isinstance(text, Mapping) or "num_hidden_layers" in config:
         return None
-    types = {model_type: name for name, (model_type, _) in _FAMILIES.items()}
+    types = {model_type: name for name, (model_type, _) in _FAMILIES.items()} | _ALIKE
     model_type = text.get("model_type") or f"{config.get('model_type')}_text"
     if model_type not in types:
         return None
+    name = types[model_type]
     tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
-    return {**text, **tied, "model_type": model_type, "architectures": [types[model_type]]}
+    return {**text, **tied, "model_type": _FAMILIES[name][0], "architectures": [name]}
 
 
 def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
