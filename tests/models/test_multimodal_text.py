@@ -25,6 +25,7 @@ from transformers import (
 
 import hmt
 from hmt.engine.loading.inspection import inspect
+from hmt.models import open_model
 
 QWEN_VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
@@ -133,3 +134,22 @@ def arranged(tensors: dict[str, torch.Tensor], *, stacked: bool) -> dict[str, to
             for expert, one in experts.items():
                 found[f"{at}.experts.{expert}.{kind}.weight"] = one
     return found
+
+
+def test_a_flat_configuration_is_that_of_the_nested_one() -> None:
+    """As Qwen2.5-VL was published first: fields of the text, and `mrope`, beside vision_config."""
+    config = whole_model("qwen2_5_vl").config.to_dict()
+    config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+    rotary = config["text_config"].pop("rope_parameters")
+    flat = {k: v for k, v in config.items() if k != "text_config"} | config["text_config"]
+    flat["architectures"], flat["model_type"] = config["architectures"], "qwen2_5_vl"
+    flat |= {
+        "rope_theta": rotary["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rotary["mrope_section"]},
+    }
+    config["text_config"]["rope_parameters"] = rotary
+    path, dtype = Path("some/where"), torch.float32
+    nested, opened = (open_model(one, path, dtype) for one in (config, flat))
+    assert opened.spec == nested.spec and "text only" in " ".join(opened.spec.remarks)
+    ours, theirs = (m._rotaries[0].frequencies(100) for m in (opened, nested))
+    assert torch.equal(ours, theirs)

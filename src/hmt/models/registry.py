@@ -100,16 +100,31 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The config.json of a multimodal model's language model; None where HMT has no such family."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping) or "num_hidden_layers" in config:
+    text, kind = config.get("text_config"), f"{config.get('model_type')}_text"
+    if kind in _ALIKE and text is None and "vision_config" in config:
+        text = config  # as Qwen2.5-VL was published first
+    elif not isinstance(text, Mapping) or "num_hidden_layers" in config:
         return None
-    types = {model_type: name for name, (model_type, _) in _FAMILIES.items()} | _ALIKE
-    model_type = text.get("model_type") or f"{config.get('model_type')}_text"
-    if model_type not in types:
+    else:
+        kind = text.get("model_type") or kind
+    names = {model_type: name for name, (model_type, _) in _FAMILIES.items()} | _ALIKE
+    name = names.get(kind) if isinstance(kind, str) else None
+    if name is None:
         return None
-    name = types[model_type]
     tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
-    return {**text, **tied, "model_type": _FAMILIES[name][0], "architectures": [name]}
+    rotary = {k: _one_axis(text[k]) for k in ("rope_scaling", "rope_parameters") if k in text}
+    own = {k: value for k, value in text.items() if k != "vision_config"}
+    return {**own, **tied, **rotary, "model_type": _FAMILIES[name][0], "architectures": [name]}
+
+
+def _one_axis(parameters: Any) -> Any:
+    """Rotary parameters, of type "default" where they are of several axes, which agree for text."""
+    if not isinstance(parameters, Mapping):
+        return parameters
+    return {
+        key: "default" if key in ("type", "rope_type") and value == "mrope" else value
+        for key, value in parameters.items()
+    }
 
 
 def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
