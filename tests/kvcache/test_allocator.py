@@ -147,3 +147,15 @@ def test_prefixes_give_way_to_sequences_and_are_counted_as_free() -> None:
     assert allocator.pages(second)[:4].tolist() == ids.tolist(), "what it shares was not evicted"
     assert len(set(allocator.pages(second).tolist())) == PAGES - 2
     assert allocator.free_tokens == 2 * PAGE_TOKENS
+
+
+def test_what_lacks_is_named_where_pages_are_free_and_slots_are_not() -> None:
+    allocator = KVAllocator(PagePool(10), [SequenceSlots(2, 1)])
+    first, _ = allocator.open(16), allocator.open(16)
+    assert not allocator.can_open(16) and not allocator.can_fork(first, 16, 32)
+    with pytest.raises(BudgetError, match=r"2 open ones leave none of 2; .*--max-batch"):
+        allocator.open(16)
+    with pytest.raises(BudgetError, match="128 of 160 are free"):
+        allocator.grow(first, 16 * 12)
+    allocator.close(first)
+    assert allocator.can_open(16)

@@ -17,12 +17,15 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     LlavaForConditionalGeneration,
     PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
 )
 
 import hmt
 from hmt.engine.loading.inspection import inspect
+from hmt.models import open_model
 
 QWEN_VISION = {
     "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4,
@@ -37,6 +40,8 @@ CLIP = VISION | {"model_type": "clip_vision_model"}
 WHOLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "qwen3_5": (Qwen3_5ForConditionalGeneration, "qwen3_5_text-0", QWEN_VISION),
     "qwen3_5_moe": (Qwen3_5MoeForConditionalGeneration, "qwen3_5_moe_text-0", QWEN_VISION),
+    "qwen2_5_vl": (Qwen2_5_VLForConditionalGeneration, "qwen2-0", QWEN_VISION),
+    "qwen3_vl": (Qwen3VLForConditionalGeneration, "qwen3-0", QWEN_VISION),
     "gemma3": (Gemma3ForConditionalGeneration, "gemma3_text-0", VISION),
     "llava": (LlavaForConditionalGeneration, "mistral-0", CLIP),
 }
@@ -48,6 +53,11 @@ def whole_model(kind: str) -> PreTrainedModel:
     text = case.config.to_dict()
     if kind.startswith("qwen"):
         vision = {**vision, "out_hidden_size": text["hidden_size"]}
+    if kind.endswith("_vl"):  # positions of three axes, which agree for text
+        text["model_type"] = f"{kind}_text"
+        turned = (text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]) // 2
+        sections = [turned - 2, 1, 1]
+        text["rope_parameters"] = text["rope_parameters"] | {"mrope_section": sections}
     extra = {"mm_tokens_per_image": 4} if kind == "gemma3" else {}
     config = CONFIG_MAPPING[kind](
         text_config=text, vision_config=vision, tie_word_embeddings=kind == "gemma3", **extra
@@ -70,7 +80,8 @@ def test_text_of_the_whole_model(
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    tensors["mtp.fc.weight"] = torch.ones(3, 4)
+    if kind.startswith("qwen3_5"):
+        tensors["mtp.fc.weight"] = torch.ones(3, 4)
     if kind == "qwen3_5_moe":
         tensors = arranged(tensors, stacked=stacked)
     save_file(tensors, file, {"format": "pt"})
@@ -86,8 +97,7 @@ def test_text_of_the_whole_model(
         assert any("text only" in remark for remark in loaded.summary().notes)
     atol = 1e-4 * max(1.0, float(wanted.std()))
     torch.testing.assert_close(found, wanted, atol=atol, rtol=0)
-    if kind.startswith("qwen"):
-        assert "are not used" not in caplog.text
+    assert "are not used" not in caplog.text
     seen = inspect(tmp_path)
     assert not seen.problem and "text only" in seen.remark
 
@@ -124,3 +134,22 @@ def arranged(tensors: dict[str, torch.Tensor], *, stacked: bool) -> dict[str, to
             for expert, one in experts.items():
                 found[f"{at}.experts.{expert}.{kind}.weight"] = one
     return found
+
+
+def test_a_flat_configuration_is_that_of_the_nested_one() -> None:
+    """As Qwen2.5-VL was published first: fields of the text, and `mrope`, beside vision_config."""
+    config = whole_model("qwen2_5_vl").config.to_dict()
+    config["architectures"] = ["Qwen2_5_VLForConditionalGeneration"]
+    rotary = config["text_config"].pop("rope_parameters")
+    flat = {k: v for k, v in config.items() if k != "text_config"} | config["text_config"]
+    flat["architectures"], flat["model_type"] = config["architectures"], "qwen2_5_vl"
+    flat |= {
+        "rope_theta": rotary["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rotary["mrope_section"]},
+    }
+    config["text_config"]["rope_parameters"] = rotary
+    path, dtype = Path("some/where"), torch.float32
+    nested, opened = (open_model(one, path, dtype) for one in (config, flat))
+    assert opened.spec == nested.spec and "text only" in " ".join(opened.spec.remarks)
+    ours, theirs = (m._rotaries[0].frequencies(100) for m in (opened, nested))
+    assert torch.equal(ours, theirs)

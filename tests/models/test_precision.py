@@ -22,7 +22,9 @@ def by_name(*names: str) -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    "case", by_name("llama-1", "gemma3_text-1", "qwen3-2", "deepseek_v2-1"), ids=lambda c: c.name
+    "case",
+    by_name("llama-1", "gemma3_text-1", "qwen3-2", "deepseek_v2-1", "qwen3_5_text-0", "lfm2-0"),
+    ids=lambda c: c.name,
 )
 def test_bf16_is_as_close_to_f32_as_transformers(case: Case, tmp_path: Path) -> None:
     torch.set_num_threads(1)

@@ -19,6 +19,7 @@ from hmt.contracts.plan import Tier
 from hmt.engine import LoadedModel
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
+from hmt.kernels.cpu import extension
 from hmt.kvcache import SplitKVCache
 from hmt.kvcache.prefix import saved_states
 from hmt.planner import explain
@@ -67,9 +68,10 @@ def test_chunks_do_not_change_a_bit(made: tuple[Path, PreTrainedModel]) -> None:
             found.append(engine.load_model(folder).logits(tokens, rows, prefill=prefill))
     with torch.inference_mode():
         wanted = reference(torch.tensor([tokens])).logits[0]
-    assert all(torch.equal(found[0], other) for other in found[1:4])
+    if extension.load() is not None:  # torch adds otherwise, by how many tokens there are
+        assert all(torch.equal(found[0], other) for other in found[1:4])
     # More than 16 tokens at once are multiplied with f32 weights by torch, which adds otherwise.
-    for logits in (found[0], found[4]):
+    for logits in found:
         assert float((logits - wanted).abs().max()) <= 1e-4 * max(1.0, float(wanted.std()))
 
 

@@ -24,7 +24,10 @@ def latent(heads: int = 4, kv_rank: int = 128, nope: int = 64, value: int = 64) 
 
 def load_of(attention: LatentAttention) -> LayerWork:
     spec = SimpleNamespace(
-        kv=(attention.kv,), kv_layers={0: attention.kv}, attention_heads=attention.heads
+        kv=(attention.kv,),
+        kv_layers={0: attention.kv},
+        state_layers={},
+        attention_heads=attention.heads,
     )
     demand: Any = SimpleNamespace(spec=spec, kv_token_bytes=320)
     add_attention([load := LayerWork()], demand, {})
@@ -47,6 +50,13 @@ def test_prompts_expand_latents_where_the_layer_does(rank: int, nope: int, value
             assert work.expanding == made
             assert work.operations + made < pairs * (2 * rank + 32)
         assert work.nbytes == 2 * 3000 * 320
+
+
+def test_state_is_read_and_written_in_every_step_and_multiplied_by_every_token() -> None:
+    load = LayerWork(state_bytes=4000)
+    for context in (10, 1000):
+        work = attention_work(load, 32, 4, context, context)
+        assert (work.nbytes, work.operations) == (4 * 2 * 4000, 32 * 6 * 1000)
 
 
 def test_attention_takes_the_longer_of_reading_and_arithmetic() -> None:

@@ -44,6 +44,12 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Qwen3_5ForCausalLM": ("qwen3_5_text", Qwen35),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", Qwen35Moe),
 }
+# Text parts of multimodal models that compute, for text alone, what a family does.
+_ALIKE = {
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+}
 # Of a multimodal model.
 _TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
 _OTHER_PARTS = (
@@ -94,15 +100,31 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The config.json of a multimodal model's language model; None where HMT has no such family."""
-    text = config.get("text_config")
-    if not isinstance(text, Mapping) or "num_hidden_layers" in config:
+    text, kind = config.get("text_config"), f"{config.get('model_type')}_text"
+    if kind in _ALIKE and text is None and "vision_config" in config:
+        text = config  # as Qwen2.5-VL was published first
+    elif not isinstance(text, Mapping) or "num_hidden_layers" in config:
         return None
-    types = {model_type: name for name, (model_type, _) in _FAMILIES.items()}
-    model_type = text.get("model_type") or f"{config.get('model_type')}_text"
-    if model_type not in types:
+    else:
+        kind = text.get("model_type") or kind
+    names = {model_type: name for name, (model_type, _) in _FAMILIES.items()} | _ALIKE
+    name = names.get(kind) if isinstance(kind, str) else None
+    if name is None:
         return None
     tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
-    return {**text, **tied, "model_type": model_type, "architectures": [types[model_type]]}
+    rotary = {k: _one_axis(text[k]) for k in ("rope_scaling", "rope_parameters") if k in text}
+    own = {k: value for k, value in text.items() if k != "vision_config"}
+    return {**own, **tied, **rotary, "model_type": _FAMILIES[name][0], "architectures": [name]}
+
+
+def _one_axis(parameters: Any) -> Any:
+    """Rotary parameters, of type "default" where they are of several axes, which agree for text."""
+    if not isinstance(parameters, Mapping):
+        return parameters
+    return {
+        key: "default" if key in ("type", "rope_type") and value == "mrope" else value
+        for key, value in parameters.items()
+    }
 
 
 def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,8 +15,8 @@ from hmt.planner.cost.workload import LayerWork
 class AttentionWork:
     """Of a step's tokens in one layer.
 
-    nbytes       of keys and values
-    operations   of tokens attending
+    nbytes       of keys and values, and of recurrent state
+    operations   of tokens attending, and advancing state
     expanding    operations of products that make keys and values of latents
     """
 
@@ -35,11 +35,13 @@ def attention_work(
     """`tokens` of `sequences` with `context` positions each attend to `seen` of them on average."""
     reach = min(context, load.window) if load.window else context
     seen = min(seen, load.window) if load.window else seen
-    nbytes = sequences * reach * load.kv_bytes
+    # A token multiplies and adds each number of a state three times; a step reads and writes it.
+    nbytes = sequences * (reach * load.kv_bytes + 2 * load.state_bytes)
+    updates = tokens * 6 * load.state_bytes / 4
     if load.expanded_from and tokens > sequences * load.expanded_from:
         pairs = tokens * seen * load.expanded_operations
         return AttentionWork(nbytes, pairs, sequences * reach * load.expanding_operations)
-    return AttentionWork(nbytes, tokens * seen * load.kv_operations)
+    return AttentionWork(nbytes, tokens * seen * load.kv_operations + updates)
 
 
 def attention_ops(rates: ComputeRates) -> float:

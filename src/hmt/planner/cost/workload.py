@@ -107,6 +107,7 @@ class LayerWork:
                     values of: of a token's attention to a position, of making one position's, and
                     how many tokens of a text more than which do (inf: never); 0: no latents
     window          positions that are seen at most; 0: all
+    state_bytes     of one sequence's recurrent state
     """
 
     few: Sums = field(default_factory=dict)
@@ -120,6 +121,7 @@ class LayerWork:
     expanding_operations: float = 0.0
     expanded_from: float = 0.0
     window: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,11 +258,12 @@ def add_attention(
     layers: list[LayerWork], demand: Demand, stage_devices: Mapping[int, int]
 ) -> None:
     """Fill in what attention reads and computes in each layer, and where: see `Plan`."""
-    layers_kv = demand.spec.kv_layers
+    layers_kv, states = demand.spec.kv_layers, demand.spec.state_layers
     widths = sum(layer.row_width for layer in layers_kv.values())
     heads = demand.spec.attention_heads
     for index, load in enumerate(layers):
         load.attention_device = stage_devices.get(index)
+        load.state_bytes = sum(tensor.nbytes for tensor in states.get(index, ()))
         if not demand.spec.kv:  # a shape of which no more is known
             load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
         elif (kv := layers_kv.get(index)) is not None:
