@@ -17,7 +17,7 @@ from hmt.quant.importers.hqq import HQQ
 from hmt.quant.importers.interface import InPlaceImporter, WeightImporter
 from hmt.quant.importers.quanto import QuantoBits
 from hmt.quant.importers.stacked_floats import StackedFloats
-from hmt.quant.importers.torchao import TorchaoInt4
+from hmt.quant.importers.torchao import SwizzledScales, TorchaoInt4
 
 _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "in place": InPlaceImporter,
@@ -34,6 +34,7 @@ _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "nvfp4": NVFP4,
     "quanto": QuantoBits,
     "torchao int4": TorchaoInt4,
+    "torchao blocks": SwizzledScales,
     "gguf": Gguf,
     "gguf latent": GgufLatent,
     "gguf reordered": GgufReordered,
