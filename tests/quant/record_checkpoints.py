@@ -39,10 +39,12 @@ class Case:
     files: dict[str, Any] = field(default_factory=dict)
 
 
-def linear(seed: int, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+def linear(
+    seed: int, dtype: torch.dtype = torch.float32, rows: int = ROWS, columns: int = COLUMNS
+) -> torch.nn.Linear:
     random = torch.Generator().manual_seed(seed)
-    layer = torch.nn.Linear(COLUMNS, ROWS, bias=False, dtype=dtype)
-    layer.weight.data = (torch.randn(ROWS, COLUMNS, generator=random) * 0.05).to(dtype)
+    layer = torch.nn.Linear(columns, rows, bias=False, dtype=dtype)
+    layer.weight.data = (torch.randn(rows, columns, generator=random) * 0.05).to(dtype)
     return layer
 
 
@@ -159,12 +161,12 @@ def hqq(bits: int, axis: int, dtype: torch.dtype, **fields: Any) -> Case:
     return Case(section(config), named(tensors), wanted)
 
 
-def torchao(config: Any, dtype: torch.dtype) -> Case:
+def torchao(config: Any, dtype: torch.dtype, rows: int = ROWS, columns: int = COLUMNS) -> Case:
     """Its quantize_, and its state as transformers saves it."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import quantize_
 
-    layer = linear(7, dtype)
+    layer = linear(7, dtype, rows, columns)
     quantize_(layer, config)
     w = layer.weight.data
     tensors, metadata = flatten_tensor_state_dict({f"{MODULE}.weight": w})
@@ -253,6 +255,10 @@ def cases() -> dict[str, Case]:
     mixed = {"extra_config": {MODULE: {"bits": 8, "sym": True}}}
     by_pattern = {"extra_config": {"re": {"bits": 2}, r".*mlp\.up.*": {"bits": 6}}}
     import torchao.quantization as ao
+    from torchao.prototype.mx_formats.inference_workflow import (
+        MXDynamicActivationMXWeightConfig,
+        NVFP4WeightOnlyConfig,
+    )
     from torchao.quantization.granularity import PerGroup, PerTensor
 
     int4 = {"weight_dtype": torch.int4, "granularity": PerGroup(GROUP)}
@@ -274,6 +280,8 @@ def cases() -> dict[str, Case]:
         "torchao-intx-8-zeros": torchao(ao.IntxWeightOnlyConfig(torch.int8, **uneven), bf16),
         "torchao-int4": torchao_int4(),
         "torchao-float8": torchao(ao.Float8WeightOnlyConfig(), bf16),
+        "torchao-nvfp4": torchao(NVFP4WeightOnlyConfig(), bf16, rows=144, columns=96),
+        "torchao-mxfp8": torchao(MXDynamicActivationMXWeightConfig(), bf16, rows=144, columns=160),
         "quanto-int8": quanto("qint8"),
         "quanto-int4": quanto("qint4"),
         "quanto-int4-groups": quanto("qint4", columns=160, dtype=torch.bfloat16),
@@ -309,13 +317,19 @@ def cases() -> dict[str, Case]:
     }
 
 
+def shortened(wanted: torch.Tensor) -> torch.Tensor:
+    """In bf16 where that holds it."""
+    short = wanted.bfloat16()
+    return short if torch.equal(short.to(wanted.dtype), wanted) else wanted
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     recorded = cases()
     tensors = {
         f"{name}/{end}": part.detach().clone().contiguous()
         for name, case in recorded.items()
-        for end, part in (case.tensors | {"wanted": case.wanted}).items()
+        for end, part in (case.tensors | {"wanted": shortened(case.wanted)}).items()
     }
     about = {
         name: {"config": case.config, "metadata": case.metadata, "files": case.files}

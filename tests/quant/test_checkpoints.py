@@ -7,6 +7,7 @@ tensors of one module; it is opened as a user's folder is.
 import gzip
 import json
 import random
+import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save_file
+from safetensors.torch import load_file, save_file
 
 from hmt.base.errors import CheckpointError, HMTError
 from hmt.contracts.checkpoint import Published
@@ -64,6 +65,8 @@ ENCODINGS = {
     "torchao-intx-8-zeros": INT8,
     "torchao-int4": INT4,
     "torchao-float8": FP8,
+    "torchao-nvfp4": Encoding.NVFP4,
+    "torchao-mxfp8": FP8,
     "quanto-int8": ROW8,
     "quanto-int4": INT4,
     "quanto-int4-groups": INT4,
@@ -82,7 +85,10 @@ def recorded() -> dict[str, tuple[dict[str, Any], Tensors, torch.Tensor]]:
     raw = gzip.decompress(FILE.read_bytes())
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     cases: dict[str, Tensors] = {}
-    for name, tensor in load(raw).items():
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        Path(file.name).write_bytes(raw)
+        loaded = load_file(file.name)  # `load` of bytes knows no powers of two
+    for name, tensor in loaded.items():
         case, _, end = name.partition("/")
         cases.setdefault(case, {})[end] = tensor
     about = json.loads(header["__metadata__"]["cases"])
@@ -138,10 +144,11 @@ def test_numbers_are_the_packages_own(case: str, tmp_path: Path) -> None:
     used = {part.tensor for part in form.parts.values()} | checkpoint.spare
     assert used >= checkpoint.records.keys()
     form = replace(form, shape=tuple(wanted.shape))
-    w = rows_of(form, 0, ROWS)
+    rows = len(wanted)
+    w = rows_of(form, 0, rows)
     assert w.encoding is ENCODINGS[case]
     assert torch.equal(numbers(w), wanted)
-    for first, end in ((16, 32), (3, 20)):
+    for first, end in ((16, rows), (3, 20)):
         assert torch.equal(numbers(rows_of(form, first, end)), wanted[first:end])
 
 

@@ -9,11 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from hmt.base.errors import CheckpointError
-from hmt.contracts.checkpoint import TensorRecord
+from hmt.contracts.checkpoint import PublishedPart, TensorRecord
+from hmt.formats.quantized.fp8 import MXFP8_TILE
 from hmt.formats.quantized.scan import Quantized, by_rows, table, whole
 from hmt.formats.safetensors import read_metadata
 
-_READ = "Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor and Float8Tensor"
+_READ = (
+    "Int8Tensor, IntxUnpackedToInt8Tensor, Int4Tensor, Float8Tensor, NVFP4Tensor, and MXTensor of "
+    "float8_e4m3fn"
+)
 _SCALES = ("F32", "F16", "BF16")
 _QDATA = "_weight_qdata"
 # Of zero points; a weight that has others than 0 has one among these.
@@ -42,6 +46,10 @@ def find_torchao(found: Quantized) -> None:
             case "Float8Tensor":
                 tile = _block(found, module, fields)
                 found.add_fp8(f"{module}.weight", codes, _array(found, module, "scale"), tile)
+            case "NVFP4Tensor":
+                _add_nvfp4(found, module, codes, fields)
+            case "MXTensor" if codes.dtype == "F8_E4M3":
+                _add_mxfp8(found, module, codes, fields)
             case _:
                 raise found.refuse(f"{module}.weight as {kind}", _READ)
 
@@ -138,3 +146,52 @@ def _add_int4(
     }
     options = {"groups": shape[0], "dtype": scales.dtype}
     found.add(f"{module}.weight", "torchao int4", (rows, columns), parts, **options)
+
+
+def _add_nvfp4(
+    found: Quantized, module: str, codes: TensorRecord, fields: Mapping[str, Any]
+) -> None:
+    rows, pairs = found.matrix(codes, "U8")
+    factor = _array(found, module, "per_tensor_scale")
+    found.check(factor, ("F32",), factor.shape if factor.nbytes == 4 else ())
+    parts = {"codes": by_rows(codes, rows), "factor": whole(factor)}
+    groups = 2 * pairs // 16
+    scales = found.check(_array(found, module, "scale"), ("F8_E4M3",))
+    if fields.get("is_swizzled_scales") is not False:
+        _add_swizzled(found, module, (rows, 2 * pairs), parts, scales, groups)
+        return
+    parts["scales"] = by_rows(found.check(scales, ("F8_E4M3",), (rows, groups)), rows)
+    found.add(f"{module}.weight", "nvfp4", (rows, 2 * pairs), parts, divides=False)
+
+
+def _add_mxfp8(
+    found: Quantized, module: str, codes: TensorRecord, fields: Mapping[str, Any]
+) -> None:
+    rows, columns = found.matrix(codes, "F8_E4M3")
+    scales = found.check(_array(found, module, "scale"), ("F8_E8M0", "U8"))
+    if fields.get("block_size") != MXFP8_TILE[1]:
+        asked = f"block_size {fields.get('block_size')!r} for {module}.weight"
+        raise found.refuse(asked, "MXFP8 in blocks of 32")
+    if fields.get("is_swizzled_scales") is not False:
+        parts = {"weight": by_rows(codes, rows)}
+        _add_swizzled(found, module, (rows, columns), parts, scales, columns // 32)
+        return
+    found.add_fp8(f"{module}.weight", codes, scales, MXFP8_TILE)
+
+
+def _add_swizzled(
+    found: Quantized,
+    module: str,
+    shape: tuple[int, int],
+    parts: dict[str, PublishedPart],
+    scales: TensorRecord,
+    groups: int,
+) -> None:
+    """Scales that lie in blocks of 128 rows and 4 groups."""
+    high, wide = -(-shape[0] // 128), -(-groups // 4)
+    size = 16 if parts.keys() == {"codes", "factor"} else 32
+    if scales.nbytes != 512 * high * wide or shape[1] != groups * size:
+        found.check(scales, (scales.dtype,), (32 * high, 16 * wide))
+        raise found.refuse(f"{module}.weight {list(shape)}", f"rows of whole groups of {size}")
+    parts["scales"] = whole(scales)
+    found.add(f"{module}.weight", "torchao blocks", shape, parts, groups=groups, nvfp4=size == 16)

@@ -17,7 +17,7 @@ from hmt.quant.repacking.hqq import HQQ
 from hmt.quant.repacking.interface import InPlaceImporter, WeightImporter
 from hmt.quant.repacking.quanto import QuantoBits
 from hmt.quant.repacking.stacked_floats import StackedFloats
-from hmt.quant.repacking.torchao import TorchaoInt4
+from hmt.quant.repacking.torchao import SwizzledScales, TorchaoInt4
 
 _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "in place": InPlaceImporter,
@@ -34,6 +34,7 @@ _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "nvfp4": NVFP4,
     "quanto": QuantoBits,
     "torchao int4": TorchaoInt4,
+    "torchao blocks": SwizzledScales,
     "gguf": Gguf,
     "gguf latent": GgufLatent,
     "gguf reordered": GgufReordered,
