@@ -89,7 +89,7 @@ def test_layers_that_run_in_one_call_count_their_experts_as_well(tmp_path: Path)
             for prompt in (9, 80):  # fewer tokens than run in one call, and more
                 model.infer(hmt.Request(list(range(40, 40 + prompt)), 9, ignore_eos=True))
             heat.append(model.begin_snapshot().result().experts)
-            together = sum(map(sum, model._core.expert_uses.values()))
+            together = sum(map(sum, model._core.runner.executor.expert_uses.values()))
             assert bool(together) == (not options and ops.stack([]) is not None)
     assert heat[0].counted.all() and heat[1].counted.all()
     assert (heat[0].heat == heat[1].heat).all() and heat[0].heat.max() > 0

@@ -13,3 +13,12 @@ def cache_folder() -> Path:
         return Path(folder)
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "hmt"
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names of its files durable.  Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

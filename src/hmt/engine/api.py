@@ -198,8 +198,8 @@ class LoadedModel:
         """The summary, and where everything lies now, for a monitor.  As `begin_summary`."""
         return self._loop.begin(lambda: self._snapshot_reader.read(self._core, self._summary()))
 
-    def replayed_s(self, times: int) -> tuple[float, float]:
-        """See GraphRunner; 0, 0 where nothing is captured."""
+    def replayed_s(self, times: int) -> float:
+        """See GraphRunner; 0 where nothing is captured."""
         return self._loop.call(lambda: self._core.runner.replayed_s(times))
 
     @property

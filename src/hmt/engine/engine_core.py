@@ -1,7 +1,7 @@
 """A loaded model at work, on the engine's thread: schedule a step, run it, accept its logits."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from functools import partial
@@ -77,11 +77,6 @@ class EngineCore:
         if not warm_up(self.logits, prompts, self._spec.vocab_size):
             self.runner.abandon()
         self.steps = 0
-
-    @property
-    def expert_uses(self) -> Mapping[int, Many[int]]:
-        """See Executor."""
-        return self.runner.expert_uses
 
     def account(self) -> tuple[Phase, Phase]:
         """What prompts and answers have cost until now."""

@@ -1,6 +1,6 @@
 """The model runner: from what the scheduler emits to logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -71,17 +71,12 @@ class ModelRunner:
         """Whether prefetched experts make steps faster, as the last trial found."""
         return None if self.expert_prefetcher is None else self.expert_prefetcher.verdict
 
-    @property
-    def expert_uses(self) -> Mapping[int, Sequence[int]]:
-        """See Executor."""
-        return self.executor.expert_uses
-
     def abandon(self) -> None:
         """End reads and leases that an error has left open."""
         self._weights.abandon()
 
-    def replayed_s(self, times: int) -> tuple[float, float]:
-        """See GraphRunner; 0, 0 where nothing is captured."""
+    def replayed_s(self, times: int) -> float:
+        """See GraphRunner; 0 where nothing is captured."""
         seconds = self.executor.replayed_s(times)
         self.meter.lap(0.0)  # what it has copied belongs to no step
         return seconds
@@ -99,7 +94,8 @@ def _open_executor(
     places = DeviceStages(memory.on_devices, plan.stage_devices)
     rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
     if config.executor == "plain":
-        return PlainExecutor(model, weights, kv, tracer, places, rows)
+        view = WeightsView(weights, prefetch=False)
+        return PlainExecutor(model, view, kv, tracer, places, rows)
     ahead = read_ahead(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,

@@ -136,7 +136,7 @@ class SnapshotReader:
     def _beside_budget(self, core: EngineCore) -> NDArray[np.int64]:
         """Uses of each expert that needed no lease."""
         uses = np.zeros(self._heat.shape, dtype=np.int64)
-        for layer, counts in core.expert_uses.items():
+        for layer, counts in core.runner.executor.expert_uses.items():
             uses[self._layers.index(layer), : len(counts)] = counts
         return uses[self._cells]
 

@@ -63,7 +63,7 @@ def device_overheads(machine: Machine, options: Mapping[str, Any]) -> ComputeRat
         with _loaded(dense_model, layers, options) as model:
             prompts[layers] = _prompt_beyond(bare, model)
             _decoding_s(model, 1)
-            replayed_s, _ = model.replayed_s(_REPLAYS)
+            replayed_s = model.replayed_s(_REPLAYS)
             decode[layers] = max(0.0, replayed_s - _costs(bare, model).decode(1, _PROMPT).seconds)
     layer_s = max(0.0, (decode[MANY] - decode[FEW]) / (MANY - FEW))
     return replace(

@@ -5,9 +5,9 @@ the same with the same kernels in the same order, and only asks for blocks earli
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
 
 import torch
 from typing_extensions import override
@@ -21,35 +21,6 @@ from hmt.engine.execution.prefetch import ReadAhead
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.outputs.prompt_outputs import PromptOutputSink, PromptOutputSource
 from hmt.kernels.ops import LogitStats
-from hmt.weights import WeightsView
-
-
-class Executor(Protocol):
-    """Runs steps.
-
-    surveys   what is known of each row that the last step returned; empty where none was computed
-    """
-
-    surveys: Sequence[LogitStats]
-
-    @property
-    def expert_uses(self) -> Mapping[int, Sequence[int]]:
-        """Steps that used each expert, by layer, besides those that leased it."""
-        ...
-
-    def replayed_s(self, times: int) -> tuple[float, float]:
-        """See GraphRunner; 0, 0 where nothing is captured."""
-        ...
-
-    def run(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor:
-        """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
-
-        Appends the step's tokens to the KV.  `viewer` is shown its scored and its pooled rows.
-
-        Raises DiskReadError or NumericsError of a block that could not be loaded; the KV of the
-        step's sequences is then incomplete.
-        """
-        ...
 
 
 class DeviceStages:
@@ -127,11 +98,15 @@ class _Stages:
         self._since_s = now
 
 
-class PlainExecutor(Executor):
-    """One block after the other, nothing ahead of time."""
+class Executor(ABC):
+    """Runs steps.
+
+    surveys      what is known of each row that the last step returned; empty where none was
+                 computed
+    expert_uses  steps that used each expert, by layer, besides those that leased it
+    """
 
     surveys: Sequence[LogitStats] = ()
-    expert_uses: Mapping[int, Sequence[int]] = {}
 
     def __init__(
         self,
@@ -144,22 +119,42 @@ class PlainExecutor(Executor):
     ) -> None:
         """`scored_rows` of logits are looked at together."""
         self._model = model
-        self._weights = WeightsView(weights, prefetch=False)
+        self._weights = weights
         self._kv = kv
         self._places = places or DeviceStages()
         self._stages = _Stages(model, tracer)
-        self._outputs = PromptOutputSink(model, self._weights, scored_rows)
+        self._outputs = PromptOutputSink(model, weights, scored_rows)
 
-    def replayed_s(self, times: int) -> tuple[float, float]:
-        """See Executor: nothing is captured."""
-        return 0.0, 0.0
+    @property
+    def expert_uses(self) -> Mapping[int, Sequence[int]]:
+        """None, by default."""
+        return {}
+
+    def replayed_s(self, times: int) -> float:
+        """See GraphRunner; 0 where nothing is captured."""
+        return 0.0
 
     @torch.inference_mode()
-    @override
     def run(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor:
+        """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
+
+        Appends the step's tokens to the KV.  `viewer` is shown its scored and its pooled rows.
+
+        Raises DiskReadError or NumericsError of a block that could not be loaded; the KV of the
+        step's sequences is then incomplete.
+        """
         with self._places.computing():
             return self._run(step, viewer)
 
+    @abstractmethod
+    def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
+        """As `run`, on the queues of the devices."""
+
+
+class PlainExecutor(Executor):
+    """One block after the other, nothing ahead of time."""
+
+    @override
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
         places, layers = self._places, self._model.spec.layers
         places.begin(step)
@@ -200,19 +195,10 @@ class OverlappedExecutor(Executor):
         graphs: GraphRunner | None = None,
         scored_rows: int = 1,
     ) -> None:
-        """`graphs` computes what it can of steps after their embedding.
-
-        `scored_rows` of logits are looked at together.
-        """
-        self.surveys: Sequence[LogitStats] = ()
-        self._model = model
-        self._weights = weights
-        self._kv = kv
+        """`graphs` computes what it can of steps after their embedding."""
+        super().__init__(model, weights, kv, tracer, places, scored_rows)
         self._ahead = ahead
         self.graphs = graphs
-        self._places = places or DeviceStages()
-        self._stages = _Stages(model, tracer)
-        self._outputs = PromptOutputSink(model, self._weights, scored_rows)
         self._together = None
         if self._places.alike:
             self._together = model.fused_layers(range(model.spec.layers), weights, kv)
@@ -223,19 +209,14 @@ class OverlappedExecutor(Executor):
         return {} if self._together is None else self._together.expert_uses
 
     @torch.inference_mode()
-    def replayed_s(self, times: int) -> tuple[float, float]:
-        """See GraphRunner."""
+    @override
+    def replayed_s(self, times: int) -> float:
         if self.graphs is None:
-            return 0.0, 0.0
+            return 0.0
         with self._places.computing():
             return self.graphs.replayed_s(times)
 
-    @torch.inference_mode()
     @override
-    def run(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor:
-        with self._places.computing():
-            return self._run(step, viewer)
-
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
         ahead, places, layers = self._ahead, self._places, self._model.spec.layers
         ahead.step_begins(len(step.token_ids))

@@ -1,7 +1,7 @@
 """The prefix cache: what a prompt shares with earlier ones, in memory or on the disk."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -124,9 +124,9 @@ class PrefixCache:
 
     def counters(self) -> dict[str, Any]:
         """What the tree and the store counted, by name."""
-        counted = {name: getattr(self.tree.counters, name) for name in _TREE_COUNTERS}
+        counted = asdict(self.tree.counters)
         if self.store is not None:
-            counted |= {f"drive_{n}": getattr(self.store.counters, n) for n in _STORE_COUNTERS}
+            counted |= {f"drive_{n}": count for n, count in asdict(self.store.counters).items()}
         return counted
 
     def _save(self, tokens: Ints, salt: str, owner: str) -> int:
@@ -158,7 +158,3 @@ class PrefixCache:
         if self.store.held(keys) > held:
             self.store.load(keys, held, put)
         return loaded
-
-
-_TREE_COUNTERS = ("lookups", "hits", "hit_tokens", "inserted", "evicted")
-_STORE_COUNTERS = ("written_pages", "read_pages", "evicted", "damaged")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hmt.base.errors import ConfigError, os_reason
+from hmt.base.folders import sync_folder
 from hmt.base.log import logger, warn_once
 from hmt.base.units import MIB, format_bytes
 from hmt.kvcache.page_store import Pool
@@ -223,7 +224,7 @@ class PrefixStore:
         finally:
             os.close(file)
         self._add(segment)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def _pieces(self, keys: Sequence[bytes], first: int) -> Iterator[_Piece]:
         """Where pages from number `first` on are, as far as they are known to be there."""
@@ -409,11 +410,3 @@ def _write_all(file: int, content: memoryview, offset: int) -> None:
     while content:
         written = os.pwrite(file, content, offset)
         content, offset = content[written:], offset + written
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from hmt.base.errors import ConfigError, DiskWriteError, os_reason
+from hmt.base.folders import sync_folder
 from hmt.base.units import format_bytes
 from hmt.weights.pack.journal import Journal
 from hmt.weights.pack.manifest import MANIFEST, Manifest, encode
@@ -76,14 +77,14 @@ class PartialPack:
         _check_place(self.out, self._force)
         self.write_file(MANIFEST, encode(manifest))
         with _writing(f"moving the complete pack from {self.pack} to {self.out}"):
-            _sync_folder(self.pack)
+            sync_folder(self.pack)
             if self.out.exists():
                 if self._old.exists():  # of a replacement that was killed
                     shutil.rmtree(self._old)
                 self.out.rename(self._old)
             self.pack.rename(self.out)
-            _sync_folder(self.folder)
-            _sync_folder(self.out.parent)
+            sync_folder(self.folder)
+            sync_folder(self.out.parent)
             self.journal.path.unlink()
             shutil.rmtree(self.folder)
 
@@ -130,11 +131,3 @@ def _check_ours(folder: Path) -> None:
             f"{folder} would hold the unfinished pack, and is something else: rename it, or choose "
             "another place for the pack"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,6 @@ or one has come), its result is dropped: what it wrote to the KV cache lies behi
 the next step writes.
 """
 
-import math
 import time
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
@@ -221,28 +220,22 @@ class GraphRunner:
             return False
         return self._channel is None or tokens <= self._channel.tokens
 
-    def replayed_s(self, times: int) -> tuple[float, float]:
-        """Seconds of the device for the step it computed last: as one of many in a row, and alone.
+    def replayed_s(self, times: int) -> float:
+        """Seconds of the device for the step it computed last, as one of many in a row.
 
         Between the runs' steps; each of so many `times` writes one position further behind them,
-        where they must have room.  0, 0 where nothing is captured, or the CPU has a part in it.
+        where they must have room.  0 where nothing is captured, or the CPU has a part in it.
         """
         captured = next(reversed(self.graphs[self._offloaded].values()), None)
         if captured is None or captured.recorded is None or self._channel is not None:
-            return 0.0, 0.0
+            return 0.0
         self._async_step = None  # the next step sends its own tensors
-        alone = math.inf
-        for _ in range(times // 4):
-            self._device.synchronize()
-            begin = time.perf_counter()
-            self._replay(captured)
-            self._device.synchronize()
-            alone = min(alone, time.perf_counter() - begin)
+        self._device.synchronize()
         begin = time.perf_counter()
-        for _ in range(times - times // 4):
+        for _ in range(times):
             self._replay(captured)
         self._device.synchronize()
-        return (time.perf_counter() - begin) / (times - times // 4), alone
+        return (time.perf_counter() - begin) / times
 
     # Guesses
 
