@@ -9,6 +9,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _RESULTS = _ROOT / "benchmarks" / "results"
 _MODELS = {"dense": "kv-quality-dense", "moe": "kv-quality-moe"}
 _FORMATS = "published-formats-xeon-amx-2-cores.json"
+_ACTIVATIONS = "activation-quality-xeon-2-cores.json"
 _BEGIN, _END = "<!-- figures: benchmarks/quality_figures.py {} -->", "<!-- /figures -->"
 
 
@@ -38,6 +39,23 @@ def _scores(one: dict[str, Any] | None) -> list[str]:
         str(right),
         f"{one['heldout_ppl']:.2f}",
     ]
+
+
+def activations() -> list[str]:
+    """Divergence from the truth, in thousandths of a nat, by file and engine."""
+    results = json.loads((_RESULTS / _ACTIVATIONS).read_text())["results"]
+    engines = list(results[0]["engines"])
+    heads = [f"{engine}: {head}" for engine in engines for head in ("KL / 1000", "perplexity")]
+    lines = [f"| file | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for one in results:
+        scores = (one["engines"][engine] for engine in engines)
+        cells = [
+            cell
+            for score in scores
+            for cell in (f"{1000 * score['kl_mean']:.1f}", f"{score['perplexity']:.2f}")
+        ]
+        lines.append(f"| {one['model']}, {one['type']} | {' | '.join(cells)} |")
+    return lines
 
 
 def kv() -> list[str]:
@@ -96,7 +114,7 @@ def main() -> int:
     """Bring the page up to date; 1 where `--check` finds that it is not."""
     page = _ROOT / "docs" / "quality.md"
     text = wanted = page.read_text()
-    for table in (formats, kv):
+    for table in (activations, formats, kv):
         begin = _BEGIN.format(table.__name__)
         before, rest = wanted.split(begin)
         wanted = before + "\n".join([begin, *table(), _END]) + rest.split(_END, 1)[1]
