@@ -5,23 +5,23 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hmt.kernels import backend, graph_ops, ops
+from hmt.kernels import backend_registry, graph_ops, ops
 from hmt.kernels.cpu import extension
 
-OWN = {"cpu": backend.make_host_backend, "cuda": backend.make_triton_backend}
+OWN = {"cpu": backend_registry.make_host_backend, "cuda": backend_registry.make_triton_backend}
 
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """HMT_KERNELS=reference, for backends that are made in the test."""
-    makers = {kind: backend.register(kind, make) for kind, make in OWN.items()}
+    makers = {kind: backend_registry.register(kind, make) for kind, make in OWN.items()}
     assert makers == OWN
     monkeypatch.setenv("HMT_KERNELS", "reference")
     extension.load.cache_clear()
     yield
     extension.load.cache_clear()
     for kind, make in OWN.items():
-        backend.register(kind, make)  # forgets the backends that were made
+        backend_registry.register(kind, make)  # forgets the backends that were made
 
 
 @pytest.mark.usefixtures("without_kernels")
@@ -29,7 +29,7 @@ def test_plain_torch_on_a_gpu_has_none_of_it() -> None:
     assert graph_ops.has_kernels(torch.device("cpu"))
     assert not graph_ops.has_kernels(torch.device("cuda"))
     assert graph_ops.fixed_runs(torch.device("cuda"), 1, 16) is None
-    assert backend.backend_on(torch.device("cuda")).name == "plain torch"
+    assert backend_registry.backend_on(torch.device("cuda")).name == "plain torch"
 
 
 def test_logits_are_surveyed_as_one_by_one() -> None:

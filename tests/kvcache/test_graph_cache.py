@@ -16,7 +16,7 @@ from hmt.contracts.kv import PinnedPages, min_device_pages, ring_pages
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Segment, Step
-from hmt.kernels import backend, graph_ops, ops, reference
+from hmt.kernels import backend_registry, graph_ops, ops, reference
 from hmt.kvcache import GraphKVCache, TieredKV, page_store
 from hmt.kvcache.eviction import KV_EVICTION
 from hmt.kvcache.offload.disk_pages import DiskPages
@@ -52,11 +52,11 @@ def use_kernels_for_gpus() -> Callable[[], None]:
     Returns what ends that.
     """
     operations = pytest.importorskip("hmt.kernels.triton.operations")
-    before = backend.register(
-        "cpu", lambda: backend.Backend("Triton's interpreter", operations, on_host=True)
+    before = backend_registry.register(
+        "cpu", lambda: backend_registry.Backend("Triton's interpreter", operations, on_host=True)
     )
     assert before is not None
-    return partial(backend.register, "cpu", before)
+    return partial(backend_registry.register, "cpu", before)
 
 
 class Setting:

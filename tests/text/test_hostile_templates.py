@@ -40,8 +40,8 @@ USER = [{"role": "user", "content": "x"}]
 def test_hostile_templates_are_errors_in_bounded_memory() -> None:
     program = """
 from hmt.sandbox import Limits
-from hmt.text import chat_template as template
-template._LIMITS = Limits(template._LIMITS.memory_bytes, 0.5)  # 3 s otherwise
+from hmt.text import chat_template
+chat_template._LIMITS = Limits(chat_template._LIMITS.memory_bytes, 0.5)  # 3 s otherwise
 def work(source):
     return ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
 """

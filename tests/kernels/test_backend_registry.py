@@ -10,28 +10,28 @@ import torch
 import hmt
 from hmt.cli.options import embedded_model
 from hmt.contracts.encoding import Encoding, WeightTensor
-from hmt.kernels import backend, graph_ops, ops, page_copies, reference
+from hmt.kernels import backend_registry, graph_ops, ops, page_copies, reference
 from hmt.kernels.ops import FeedForward, NormOptions
 from hmt.kernels.reference import matmul
 from hmt.kernels.reference.kv_pages import PageEncoding, PageLayout
 
 META = torch.device("meta")  # a device of torch's that the package knows nothing of
 
-Register = Callable[[str, backend.Backend], None]
+Register = Callable[[str, backend_registry.Backend], None]
 
 
 @pytest.fixture
 def register() -> Iterator[Register]:
     """Registers backends for the test only."""
-    before: dict[str, backend.Maker | None] = {}
+    before: dict[str, backend_registry.Maker | None] = {}
 
-    def register(device_type: str, made: backend.Backend) -> None:
-        replaced = backend.register(device_type, lambda: made)
+    def register(device_type: str, made: backend_registry.Backend) -> None:
+        replaced = backend_registry.register(device_type, lambda: made)
         before.setdefault(device_type, replaced)
 
     yield register
     for device_type, make in before.items():
-        backend.register(device_type, make)
+        backend_registry.register(device_type, make)
 
 
 def weight(rows: int, columns: int, device: torch.device | None = None) -> WeightTensor:
@@ -65,14 +65,14 @@ class OwnLinear:
 def test_a_device_of_its_own_is_one_registration(register: Register) -> None:
     own = OwnLinear()
     x, w = torch.randn(3, 8, device=META), weight(5, 8, META)
-    assert backend.backend_of(x).name == "plain torch" and not graph_ops.has_kernels(META)
+    assert backend_registry.backend_of(x).name == "plain torch" and not graph_ops.has_kernels(META)
     assert ops.linear(x, w).shape == (3, 5) and not own.calls
-    register("meta", backend.Backend("own", own))
-    assert backend.backend_of(x).name == "own" and graph_ops.has_kernels(META)
+    register("meta", backend_registry.Backend("own", own))
+    assert backend_registry.backend_of(x).name == "own" and graph_ops.has_kernels(META)
     assert ops.linear(x, w).shape == (3, 5) and own.calls == 1
     # What it has no kernel for, plain torch computes.
     assert ops.rms_norm(x, torch.ones(8, device=META), 1e-6).device == META
-    assert backend.backend_of(torch.ones(1)).name != "own", "others stay where they were"
+    assert backend_registry.backend_of(torch.ones(1)).name != "own", "others stay where they were"
 
 
 def test_chains_are_made_of_the_backends_own_operations(register: Register) -> None:
@@ -89,7 +89,7 @@ def test_chains_are_made_of_the_backends_own_operations(register: Register) -> N
     gate, up = (normed @ params[f"{name}_proj"].data.double().T for name in ("gate", "up"))
     inner = torch.nn.functional.silu(gate) * up
     expected = x + inner @ params["down_proj"].data.double().T
-    register("cpu", backend.Backend("own", own, on_host=True))
+    register("cpu", backend_registry.Backend("own", own, on_host=True))
     hidden = seen.clone()
     ops.feed_forward(hidden, None, params, FeedForward("silu", NormOptions(1e-6)))
     assert own.calls == 3
@@ -111,16 +111,16 @@ def test_a_model_runs_on_a_backend_that_has_products_only(register: Register) ->
             type(self).calls += 1
             return matmul.linear(*given)
 
-    register("cpu", backend.Backend("plain torch", reference, on_host=True))
+    register("cpu", backend_registry.Backend("plain torch", reference, on_host=True))
     expected = answer()
-    register("cpu", backend.Backend("counting", Counting(), on_host=True))
+    register("cpu", backend_registry.Backend("counting", Counting(), on_host=True))
     assert answer() == expected and Counting.calls > 6
 
 
 def test_an_operation_that_nobody_has_is_named(register: Register) -> None:
-    register("meta", backend.Backend("own", OwnLinear()))
+    register("meta", backend_registry.Backend("own", OwnLinear()))
     with pytest.raises(AttributeError, match="backend own has no operation fetch_rows"):
-        backend.backend_on(META).fetch_rows  # noqa: B018
+        backend_registry.backend_on(META).fetch_rows  # noqa: B018
     layout = PageLayout(PageEncoding.F32, 1, 16, 16)
     assert not page_copies.can_copy_pages(META, layout, layout), "so nobody asks for it"
     assert not graph_ops.can_look_up_rows(META)
