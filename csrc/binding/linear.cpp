@@ -11,11 +11,11 @@ namespace {
 Weight make_weight(int code, int packing, size_t rows, size_t columns, Address data,
                    int scale_type, Address scales, size_t tile_rows, size_t tile_columns,
                    Address zeros, Address minima, float factor, bool int8_activations,
-                   Address grid) {
+                   size_t scale_columns, Address grid) {
   return {static_cast<Code>(code), static_cast<Packing>(packing), rows, columns,
           at<const void>(data), static_cast<Scales>(scale_type), at<const void>(scales), tile_rows,
           tile_columns, at<const uint8_t>(zeros), at<const void>(minima), factor,
-          int8_activations, 0, at<const uint32_t>(grid)};
+          int8_activations, scale_columns, 0, at<const uint32_t>(grid)};
 }
 
 }  // namespace

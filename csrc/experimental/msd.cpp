@@ -12,7 +12,7 @@ void msd_linear(const Weight& weight, const ConstMatrix& x, const Matrix& out, s
   Needs needs;
   needs.add(weight, x);
   Scratch scratch(needs.bytes(x));
-  Inputs inputs = prepare(x, needs, scratch, threads);
+  Inputs inputs = inputs_of(weight, prepare(x, needs, scratch, threads));
   size_t block_bytes = 0;
   inputs.arranged = needs.arranged(0, weight, inputs, block_bytes, scratch, threads);
   const size_t count = inputs.tokens * inputs.stride;

@@ -45,8 +45,9 @@ const char* bias_at(const Projection& projection, size_t row) {
 
 // Tokens [begin, begin + count) of an expert, with what was arranged for them.
 template <typename Arranged>
-Inputs chunk_of(const Inputs& all, const Arranged& arranged, size_t begin, size_t count) {
-  Inputs some = slice(all, begin, count);
+Inputs chunk_of(const Weight& weight, const Inputs& all, const Arranged& arranged, size_t begin,
+                size_t count) {
+  Inputs some = inputs_of(weight, slice(all, begin, count));
   some.arranged = arranged.block_bytes == 0
                       ? nullptr
                       : arranged.memory + begin / kTokenBlock * arranged.block_bytes;
@@ -236,7 +237,8 @@ void Batch::gather(const Part& part, size_t block) {
   const auto arrange = [&](const Projection& projection, const Arranged& arranged) {
     if (arranged.block_bytes == 0) return;
     linear_kernels(*projection.weight)
-        .arrange(*projection.weight, part.x, block, arranged.memory + block * arranged.block_bytes);
+        .arrange(*projection.weight, inputs_of(*projection.weight, part.x), block,
+                 arranged.memory + block * arranged.block_bytes);
   };
   arrange(part.expert->gate, part.gate);
   if (part.up.memory != part.gate.memory) arrange(part.expert->up, part.up);
@@ -259,8 +261,8 @@ void Batch::expand(const Part& part, size_t item, const Worker& worker) {
   };
   for (size_t begin = 0; begin < part.count; begin += kTokenChunk) {
     const size_t count = std::min(kTokenChunk, part.count - begin);
-    multiply(gate, chunk_of(part.x, part.gate, begin, count), worker.gate);
-    multiply(up, chunk_of(part.x, part.up, begin, count), worker.up);
+    multiply(gate, chunk_of(*gate.weight, part.x, part.gate, begin, count), worker.gate);
+    multiply(up, chunk_of(*up.weight, part.x, part.up, begin, count), worker.up);
     for (size_t t = 0; t < count; ++t) {
       char* out = product_numbers_ +
                   ((part.first + begin + t) * call_.width + first) * bytes_of(type);
@@ -281,7 +283,7 @@ void Batch::round(const Part& part, size_t block, const Worker& worker) {
   }
   const Weight& down = *part.expert->down.weight;
   if (part.down.block_bytes != 0) {
-    linear_kernels(down).arrange(down, part.product, block,
+    linear_kernels(down).arrange(down, inputs_of(down, part.product), block,
                                  part.down.memory + block * part.down.block_bytes);
   }
 }
@@ -293,7 +295,7 @@ void Batch::reduce(const Part& part, size_t item, const Worker& worker) {
   const size_t first = item * reduce_rows_;
   const size_t end = std::min(first + reduce_rows_, call_.hidden), rows = end - first;
   for (size_t begin = 0; begin < part.count; begin += kTokenChunk) {
-    const Inputs some = chunk_of(part.product, part.down, begin,
+    const Inputs some = chunk_of(*down.weight, part.product, part.down, begin,
                                  std::min(kTokenChunk, part.count - begin));
     linear_kernels(*down.weight).multiply(*down.weight, some, first, end, worker.gate, rows);
     for (size_t t = 0; t < some.tokens; ++t) {

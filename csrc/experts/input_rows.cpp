@@ -15,8 +15,9 @@ size_t InputRows::bytes(size_t rows, size_t columns, const Forms& forms) {
   const size_t stride = padded_row(columns);
   size_t total = 0;
   if (forms.numbers) total += Scratch::round(rows * stride * 4) + Scratch::round(rows * stride * 2);
-  if (forms.codes) total += code_bytes(rows, columns, stride, false);
-  if (forms.block_codes) total += code_bytes(rows, columns, stride, true);
+  for (size_t form = 0; form < kCodeForms; ++form) {
+    if (forms.codes[form]) total += code_bytes(rows, columns, stride, form);
+  }
   return total;
 }
 
@@ -26,8 +27,9 @@ InputRows::InputRows(size_t rows, size_t columns, const Forms& forms, DType type
     f32_ = scratch.take<float>(rows * stride_);
     if (type == DType::kBF16) bf16_ = scratch.take<uint16_t>(rows * stride_);
   }
-  if (forms.codes) codes_ = code_rows(rows, columns, stride_, false, scratch);
-  if (forms.block_codes) block_codes_ = code_rows(rows, columns, stride_, true, scratch);
+  for (size_t form = 0; form < kCodeForms; ++form) {
+    if (forms.codes[form]) codes_[form] = code_rows(rows, columns, stride_, form, scratch);
+  }
 }
 
 void InputRows::fill(size_t row, const void* x, float* wide) const {
@@ -41,8 +43,9 @@ void InputRows::fill(size_t row, const void* x, float* wide) const {
     std::memcpy(target, x, columns_ * sizeof *target);
     std::memset(target + columns_, 0, (stride_ - columns_) * sizeof *target);
   }
-  if (codes_.codes != nullptr) codes_.fill(row, numbers, columns_);
-  if (block_codes_.codes != nullptr) block_codes_.fill(row, numbers, columns_);
+  for (const CodeRows& codes : codes_) {
+    if (codes.codes != nullptr) codes.fill(row, numbers, columns_);
+  }
 }
 
 void InputRows::copy(size_t row, const InputRows& from, size_t from_row) const {
@@ -58,16 +61,16 @@ void InputRows::copy(size_t row, const InputRows& from, size_t from_row) const {
     copy_row(to.scales, source.scales, to.scale_stride);
     copy_row(to.sums, source.sums, stride_ / 16);
   };
-  copy_codes(codes_, from.codes_);
-  copy_codes(block_codes_, from.block_codes_);
+  for (size_t form = 0; form < kCodeForms; ++form) copy_codes(codes_[form], from.codes_[form]);
 }
 
 Inputs InputRows::view(size_t first, size_t count) const {
   Inputs all{0, columns_, stride_};
   all.f32 = f32_;
   all.bf16 = bf16_;
-  set_codes(codes_, all);
-  if (block_codes_.codes != nullptr) set_codes(block_codes_, all);
+  for (const CodeRows& codes : codes_) {
+    if (codes.codes != nullptr) set_codes(codes, all);
+  }
   return slice(all, first, count);
 }
 

@@ -10,11 +10,11 @@ namespace hmt {
 // What weights are multiplied with.
 struct Forms {
   void add(const Weight& weight) {
-    const bool blocks = weight.packing == Packing::kBlocks;
-    (!weight.int8_activations ? numbers : blocks ? block_codes : codes) = true;
+    (weight.int8_activations ? codes[code_form(weight.scale_columns)] : numbers) = true;
   }
 
-  bool codes = false, block_codes = false, numbers = false;
+  bool codes[kCodeForms] = {};  // by form
+  bool numbers = false;
 };
 
 class InputRows {
@@ -40,7 +40,7 @@ class InputRows {
   DType type_ = DType::kF32;
   float* f32_ = nullptr;
   uint16_t* bf16_ = nullptr;
-  CodeRows codes_{}, block_codes_{};  // those without memory are not asked for
+  CodeRows codes_[kCodeForms] = {};  // those without memory are not asked for
 };
 
 }  // namespace hmt

@@ -33,7 +33,8 @@ void arrange(const Weight& w, const Inputs& in, size_t block, uint8_t* arranged)
 void multiply(const Weight& w, const Inputs& in, size_t first_row, size_t end_row, float* out,
               size_t stride) {
   const BlockCall call{w, in, reinterpret_cast<const int32_t*>(in.arranged),
-                       activation_blocks(w.columns)};
+                       activation_blocks(w.columns),
+                       w.scale_columns == 32 ? size_t{8} : size_t{1}};
   with_block_type(w.code, [&](auto type) {
     using Type = decltype(type);
     using Form = FormOf<Type>;

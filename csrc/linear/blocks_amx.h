@@ -43,10 +43,11 @@ struct AmxBlocks {
   HMT_INLINE void end_token(size_t t, size_t token, size_t blocks, float* totals) const {
     const int32_t* arranged =
         call.arranged + (token * call.superblocks + part) * Form::kArranged;
-    const F16v scale = set1(call.in.block_scales[token * call.in.block_scale_stride + part]);
+    const float* scales = call.in.scales + token * call.in.scale_stride;
     F16v total = load(totals);
     for (size_t place = 0; place < blocks; ++place) {
       const I16v sum = block_sum(place, t, arranged);
+      const F16v scale = set1(scales[call.scale_at(part, place)]);
       total = add(total, mul(to_float(sum), mul(load(from.d[place]), scale)));
       if (!Form::kMinima) continue;
       const F16v e = mul(load(from.e[place]), scale);
@@ -68,7 +69,7 @@ struct AmxBlocks {
     const size_t tokens = call.in.tokens, stride = call.in.stride;
     for (size_t token = 0; token < tokens;) {
       const size_t left = tokens - token, count = left >= 32 ? 32 : left < 16 ? left : 16;
-      const int8_t* x = call.in.block_codes + token * stride + part * kActivationBlock;
+      const int8_t* x = call.in.codes + token * stride + part * kActivationBlock;
       for (size_t g = 0; g < columns / Form::kGroup; ++g) {
         const int8_t* mine = x + g * Form::kGroup;
         const uint8_t* codes = from.codes[g * Form::kGroup / 4];

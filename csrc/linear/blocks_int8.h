@@ -1,5 +1,5 @@
-// Blocks of ggml's types times activations rounded to int8 with a scale per 256 columns.  Only for
-// blocks.isa.cpp.
+// Blocks of ggml's types times activations rounded to int8 with a scale per 256 columns, or per
+// block of 32.  Only for blocks.isa.cpp.
 //
 // Rows lie in lanes: a word holds four codes of each of 16 rows, and a token's four are broadcast to
 // all lanes.  One token is multiplied with blocks as they are unpacked; several with a panel whose
@@ -22,7 +22,7 @@ inline size_t activation_blocks(size_t columns) {
 template <typename Form>
 void arrange_token(const Inputs& in, size_t token, int32_t offset, int32_t* out) {
   constexpr size_t kPieces = Form::kGroup / 16, kGroups = 256 / Form::kGroup;
-  const int32_t* sums = in.block_sums + token * (in.stride / 16);
+  const int32_t* sums = in.sums + token * (in.stride / 16);
   const size_t all = in.columns / Form::kGroup;
   for (size_t first = 0; first < all; first += kGroups, out += Form::kArranged) {
     int32_t totals[kGroups] = {};
@@ -54,6 +54,12 @@ struct BlockCall {
   const Inputs& in;
   const int32_t* arranged;  // [tokens, superblocks * kArranged]
   size_t superblocks;       // of 256 columns
+  size_t scales_each;       // of a token for 256 columns: 1, or 8
+
+  // Where the token's scale for a block is.
+  HMT_INLINE size_t scale_at(size_t part, size_t place) const {
+    return scales_each == 1 ? part : part * scales_each + place;
+  }
 };
 
 // One token times a panel.
@@ -121,8 +127,8 @@ struct OneToken {
       const size_t part = i / Form::kBlocks, place = i % Form::kBlocks;
       const int32_t* arranged = call.arranged + part * Form::kArranged +
                                 (Form::kBlocks == 1 ? 0 : place);
-      const int8_t* x = call.in.block_codes + i * Form::kNumbers;
-      const F16v scale = set1(call.in.block_scales[part]);
+      const int8_t* x = call.in.codes + i * Form::kNumbers;
+      const F16v scale = set1(call.in.scales[call.scale_at(part, place)]);
       for (size_t p = 0; p < count; ++p) {
         const Block b = block_at(w, Type::kShape.words(), (panel + p) * row + i);
         add_block(b, x, arranged, scale, asks, out[p]);
@@ -153,6 +159,7 @@ struct BlockTile {
   const Unpacked<Form>* panels[kPanels];
   const int8_t* x[kTokens];
   const float* scales[kTokens];
+  size_t scales_each;  // see BlockCall
   const int32_t* arranged[kTokens];
   float* totals[kPanels];  // [tokens, 16], in L1
 
@@ -225,7 +232,7 @@ struct BlockTile {
       const F16v d = load(from.d[place]);
       HMT_UNROLL(8)
       for (size_t t = 0; t < kTokens; ++t) {
-        const F16v scale = set1(scales[t][part]);
+        const F16v scale = set1(scales[t][scales_each == 1 ? part : part * scales_each + place]);
         F16v total = load(totals[p] + 16 * t);
         total = add(total, mul(to_float(sums[t][p]), mul(d, scale)));
         if (Form::kCorrection == Correction::kPairs) {
@@ -267,11 +274,12 @@ __attribute__((noinline)) void block_tile(const BlockCall& call, size_t first, s
                                           const Unpacked<Form>* const* panels,
                                           float* const* totals) {
   BlockTile<Form, kTokens, kPanels> tile;
+  tile.scales_each = call.scales_each;
   alignas(64) float own[kPanels][kTokens * 16];
   for (size_t t = 0; t < kTokens; ++t) {
     const size_t token = first + (t < count ? t : count - 1);
-    tile.x[t] = call.in.block_codes + token * call.in.stride + part * kActivationBlock;
-    tile.scales[t] = call.in.block_scales + token * call.in.block_scale_stride + part;
+    tile.x[t] = call.in.codes + token * call.in.stride + part * kActivationBlock;
+    tile.scales[t] = call.in.scales + token * call.in.scale_stride + part * call.scales_each;
     tile.arranged[t] = call.arranged + (token * call.superblocks + part) * Form::kArranged;
   }
   for (size_t p = 0; p < kPanels; ++p) {

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "base/thread_pool.h"
-#include "linear/block_shapes.h"
 
 namespace hmt {
 namespace {
@@ -13,8 +12,9 @@ constexpr size_t kPad = 64;
 constexpr size_t kRowsAtATime = 8;  // that a thread copies or widens
 
 size_t blocks(size_t tokens) { return (tokens + kTokenBlock - 1) / kTokenBlock; }
-size_t scales_of(size_t columns, bool blocks) {
-  return blocks ? (columns + kActivationBlock - 1) / kActivationBlock : 1;
+size_t scales_of(size_t columns, size_t form) {
+  const size_t width = kScaleColumns[form];
+  return width == 0 ? 1 : (columns + width - 1) / width;
 }
 
 // Copies rows to a padded stride where they have not got one.
@@ -39,14 +39,14 @@ size_t padded(size_t columns) { return ((columns + kPad - 1) / kPad | 1) * kPad;
 
 bool same_arrangement(const Weight& a, const Weight& b) {
   return a.code == b.code && a.packing == b.packing && a.tile_columns == b.tile_columns &&
-         a.int8_activations == b.int8_activations && a.columns == b.columns &&
+         a.int8_activations == b.int8_activations && a.scale_columns == b.scale_columns &&
+         a.columns == b.columns &&
          (a.zeros == nullptr) == (b.zeros == nullptr) &&
          (a.minima == nullptr) == (b.minima == nullptr);
 }
 
 void Needs::add(const Weight& weight, const ConstMatrix& x) {
-  const bool by_block = weight.packing == Packing::kBlocks;
-  (!weight.int8_activations ? numbers : by_block ? block_codes : codes) = true;
+  (weight.int8_activations ? codes[code_form(weight.scale_columns)] : numbers) = true;
   if (last_ == nullptr || !same_arrangement(*last_, weight)) {
     const bool bf16 = x.type == DType::kBF16;
     const size_t each = linear_kernels(weight).arranged_bytes(weight, x.rows, bf16);
@@ -59,47 +59,51 @@ size_t Needs::bytes(const ConstMatrix& x) const {
   const size_t stride = padded(x.columns);
   size_t total = arranged_bytes_;
   if (numbers) total += Scratch::round(x.rows * stride * 4) + Scratch::round(x.rows * stride * 2);
-  if (codes) total += code_bytes(x.rows, x.columns, stride, false);
-  if (block_codes) total += code_bytes(x.rows, x.columns, stride, true);
+  for (size_t form = 0; form < kCodeForms; ++form) {
+    if (codes[form]) total += code_bytes(x.rows, x.columns, stride, form);
+  }
   return total;
 }
 
-CodeRows code_rows(size_t tokens, size_t columns, size_t stride, bool blocks, Scratch& scratch) {
-  const size_t scales = scales_of(columns, blocks);
+CodeRows code_rows(size_t tokens, size_t columns, size_t stride, size_t form, Scratch& scratch) {
+  const size_t scales = scales_of(columns, form);
   CodeRows rows{};
   rows.codes = scratch.take<int8_t>(tokens * stride);
   rows.stride = stride;
   rows.scales = scratch.take<float>(tokens * scales);
   rows.sums = scratch.take<int32_t>(tokens * stride / 16);
-  rows.scale_columns = blocks ? kActivationBlock : 0;
+  rows.scale_columns = kScaleColumns[form];
   rows.scale_stride = scales;
   return rows;
 }
 
-size_t code_bytes(size_t tokens, size_t columns, size_t stride, bool blocks) {
-  return Scratch::round(tokens * stride) + Scratch::round(tokens * scales_of(columns, blocks) * 4) +
+size_t code_bytes(size_t tokens, size_t columns, size_t stride, size_t form) {
+  return Scratch::round(tokens * stride) + Scratch::round(tokens * scales_of(columns, form) * 4) +
          Scratch::round(tokens * stride / 16 * 4);
 }
 
 void set_codes(const CodeRows& rows, Inputs& inputs) {
-  if (rows.scale_columns == 0) {
-    inputs.codes = rows.codes;
-    inputs.scales = rows.scales;
-    inputs.sums = rows.sums;
-  } else {
-    inputs.block_codes = rows.codes;
-    inputs.block_scales = rows.scales;
-    inputs.block_sums = rows.sums;
-    inputs.block_scale_stride = rows.scale_stride;
-  }
+  inputs.forms[code_form(rows.scale_columns)] = {rows.codes, rows.scales, rows.sums,
+                                                 rows.scale_stride};
+}
+
+Inputs inputs_of(const Weight& weight, const Inputs& all) {
+  if (!weight.int8_activations) return all;
+  Inputs chosen = all;
+  const TokenCodes& form = all.forms[code_form(weight.scale_columns)];
+  chosen.codes = form.codes;
+  chosen.scales = form.scales;
+  chosen.sums = form.sums;
+  chosen.scale_stride = form.scale_stride;
+  return chosen;
 }
 
 Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads) {
   const size_t stride = padded(x.columns);
   Inputs inputs{x.rows, x.columns, stride};
-  for (const bool by_block : {false, true}) {
-    if (!(by_block ? needs.block_codes : needs.codes)) continue;
-    const CodeRows rows = code_rows(x.rows, x.columns, stride, by_block, scratch);
+  for (size_t form = 0; form < kCodeForms; ++form) {
+    if (!needs.codes[form]) continue;
+    const CodeRows rows = code_rows(x.rows, x.columns, stride, form, scratch);
     quantize_tokens(x, rows, threads);
     set_codes(rows, inputs);
   }
@@ -128,9 +132,10 @@ const uint8_t* Needs::arranged(size_t index, const Weight& weight, const Inputs&
     uint8_t* memory = nullptr;
     if (last_bytes_ != 0) {
       memory = scratch.take<uint8_t>(last_bytes_ * blocks(inputs.tokens));
+      const Inputs mine = inputs_of(weight, inputs);
       share(blocks(inputs.tokens), 1, threads, [&](size_t begin, size_t end) {
         for (size_t b = begin; b < end; ++b) {
-          kernels.arrange(weight, inputs, b, memory + b * last_bytes_);
+          kernels.arrange(weight, mine, b, memory + b * last_bytes_);
         }
       });
     }
@@ -146,15 +151,11 @@ Inputs slice(const Inputs& all, size_t begin, size_t tokens) {
   some.tokens = tokens;
   if (all.f32 != nullptr) some.f32 += begin * all.stride;
   if (all.bf16 != nullptr) some.bf16 += begin * all.stride;
-  if (all.codes != nullptr) {
-    some.codes += begin * all.stride;
-    some.scales += begin;
-    some.sums += begin * all.stride / 16;
-  }
-  if (all.block_codes != nullptr) {
-    some.block_codes += begin * all.stride;
-    some.block_scales += begin * all.block_scale_stride;
-    some.block_sums += begin * all.stride / 16;
+  for (TokenCodes& form : some.forms) {
+    if (form.codes == nullptr) continue;
+    form.codes += begin * all.stride;
+    form.scales += begin * form.scale_stride;
+    form.sums += begin * all.stride / 16;
   }
   return some;
 }

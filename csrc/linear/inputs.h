@@ -27,7 +27,8 @@ class Needs {
   // Bytes that `prepare` and `arranged` take from a Scratch.
   size_t bytes(const ConstMatrix& x) const;
 
-  bool codes = false, block_codes = false, numbers = false;
+  bool codes[kCodeForms] = {};  // by form
+  bool numbers = false;
 
   // The arrangement for the call's weight `index`, made unless the weight before it has the same.
   const uint8_t* arranged(size_t index, const Weight& weight, const Inputs& inputs,
@@ -45,12 +46,15 @@ size_t padded(size_t columns);
 
 Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads);
 
-// Room for codes of x, for whoever writes them.  `blocks`: with a scale per 256 columns.
-CodeRows code_rows(size_t tokens, size_t columns, size_t stride, bool blocks, Scratch& scratch);
+// Room for codes of x in a form, for whoever writes them.
+CodeRows code_rows(size_t tokens, size_t columns, size_t stride, size_t form, Scratch& scratch);
 // Bytes that it takes.
-size_t code_bytes(size_t tokens, size_t columns, size_t stride, bool blocks);
+size_t code_bytes(size_t tokens, size_t columns, size_t stride, size_t form);
 // Lets inputs have codes.
 void set_codes(const CodeRows& rows, Inputs& inputs);
+
+// The same with the codes that `weight` is multiplied with.
+Inputs inputs_of(const Weight& weight, const Inputs& all);
 
 // Tokens [begin, begin + tokens), without `arranged`.
 Inputs slice(const Inputs& all, size_t begin, size_t tokens);

@@ -9,20 +9,35 @@ namespace hmt {
 
 constexpr size_t kTokenBlock = 16;
 
+// Columns that share a scale of tokens rounded to int8, in each form that weights ask for; 0: all.
+constexpr size_t kScaleColumns[] = {0, 32, 256};
+constexpr size_t kCodeForms = sizeof kScaleColumns / sizeof *kScaleColumns;
+constexpr size_t code_form(size_t scale_columns) {
+  size_t form = 0;
+  while (form + 1 < kCodeForms && kScaleColumns[form] != scale_columns) ++form;
+  return form;
+}
+
+// Tokens rounded to int8 in one form.
+struct TokenCodes {
+  const int8_t* codes = nullptr;  // [tokens, stride]
+  const float* scales = nullptr;  // [tokens, scale_stride]
+  const int32_t* sums = nullptr;  // [tokens, stride / 16]: sums of the codes of 16 columns
+  size_t scale_stride = 0;
+};
+
 // Activations, in the forms that kernels ask for.  Rows are padded with zeros to a multiple of 64
 // columns: `stride` numbers (f32, bf16 or codes).
 struct Inputs {
   size_t tokens, columns, stride;
   const float* f32 = nullptr;      // [tokens, stride], where !weight.int8_activations
   const uint16_t* bf16 = nullptr;  // the same where x is bf16, else null
-  // Where weight.int8_activations, with a scale per token; for Packing::kBlocks per 256 columns.
-  const int8_t* codes = nullptr;   // [tokens, stride]
-  const float* scales = nullptr;   // [tokens]
-  const int32_t* sums = nullptr;   // [tokens, stride / 16]: sums of the codes of 16 columns
-  const int8_t* block_codes = nullptr;
-  const float* block_scales = nullptr;   // [tokens, block_scale_stride]
-  const int32_t* block_sums = nullptr;
-  size_t block_scale_stride = 0;
+  TokenCodes forms[kCodeForms] = {};  // of int8 activations; those that the call's weights ask for
+  // The form that the weight is multiplied with: see `inputs_of`.
+  const int8_t* codes = nullptr;
+  const float* scales = nullptr;
+  const int32_t* sums = nullptr;
+  size_t scale_stride = 0;
   const uint8_t* arranged = nullptr;  // what `arrange` made, block after block, or null
 };
 
@@ -47,6 +62,9 @@ struct LinearKernels {
 struct TokenKernels {
   // See quantize_tokens; one token.
   float (*quantize)(const float* x, size_t columns, int8_t* codes, size_t stride, int32_t* sums);
+  // The same with a scale per 32 columns: scales [columns / 32].  columns % 32 == 0.
+  void (*quantize_groups)(const float* x, size_t columns, int8_t* codes, size_t stride,
+                          int32_t* sums, float* scales);
   // `count` numbers to f32 and from f32 (+ bias where there is one), rounded to nearest even.
   void (*widen)(const void* x, DType type, size_t count, float* out);
   void (*narrow)(const float* x, const void* bias, DType bias_type, size_t count, void* out,

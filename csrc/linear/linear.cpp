@@ -50,7 +50,7 @@ void multiply_range(const Part& part, const Inputs& all, size_t first, size_t en
   float* results = scratch.take<float>(std::min(all.tokens, kTokenChunk) * rows);
   const size_t width = bytes_of(out.type);
   for (size_t begin = 0; begin < all.tokens; begin += kTokenChunk) {
-    Inputs some = slice(all, begin, std::min(kTokenChunk, all.tokens - begin));
+    Inputs some = inputs_of(weight, slice(all, begin, std::min(kTokenChunk, all.tokens - begin)));
     some.arranged = part.arranged == nullptr
                         ? nullptr
                         : part.arranged + begin / kTokenBlock * part.arranged_bytes;
@@ -113,8 +113,8 @@ void linear_of_codes(const Projection* projections, size_t count, const ConstMat
   if (x.rows == 0) return;
   Needs needs = needs_of(projections, count, x);
   Scratch scratch(needs.bytes(x));
-  const bool blocks = projections[0].weight->packing == Packing::kBlocks;
-  const CodeRows rows = code_rows(x.rows, x.columns, padded(x.columns), blocks, scratch);
+  const size_t form = code_form(projections[0].weight->scale_columns);
+  const CodeRows rows = code_rows(x.rows, x.columns, padded(x.columns), form, scratch);
   write(rows);
   Inputs inputs{x.rows, x.columns, rows.stride};
   set_codes(rows, inputs);
@@ -159,6 +159,9 @@ void CodeRows::fill(size_t t, const float* x, size_t columns) const {
   if (scale_columns == 0) {
     scales[t] = kernels.quantize(x, columns, out, stride, out_sums);
     return;
+  }
+  if (scale_columns == 32) {
+    return kernels.quantize_groups(x, columns, out, stride, out_sums, scales + t * scale_stride);
   }
   for (size_t at = 0, i = 0; at < columns; at += scale_columns, ++i) {
     const bool last = columns - at <= scale_columns;

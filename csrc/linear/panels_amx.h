@@ -106,7 +106,7 @@ void spread_blocks(const uint8_t* data, size_t first, size_t end, uint8_t* out) 
   }
 }
 
-template <Nibble kNibble>
+template <Nibble kNibble, bool kScaled>  // as in Int8Tile
 struct AmxPanel {
   const Int8Call& call;
   size_t panel;
@@ -128,9 +128,12 @@ struct AmxPanel {
       I16v dots = load(products + t * 16);
       if (kNibble == Nibble::kZero) dots = add(dots, mul(zeros, set1(start)));
       else if (kNibble != Nibble::kMinimum) dots = add(dots, set1(start));
-      F16v total = add(load(mine), mul(to_float(dots), scale));
+      const float own = kScaled ? call.in.scales[(first + t) * call.in.scale_stride + group] : 1.0f;
+      const F16v factor = kScaled ? mul(scale, set1(own)) : scale;
+      F16v total = add(load(mine), mul(to_float(dots), factor));
       if (kNibble == Nibble::kMinimum) {
-        total = add(total, mul(set1(static_cast<float>(start)), load(numbers.minima[slot])));
+        const float sum = static_cast<float>(start) * own;
+        total = add(total, mul(set1(sum), load(numbers.minima[slot])));
       }
       store(mine, total);
     }
@@ -158,7 +161,7 @@ struct AmxPanel {
   }
 };
 
-template <Nibble kNibble>
+template <Nibble kNibble, bool kScaled>
 void multiply_amx_panels(const Int8Call& call, size_t first_row, size_t end_row, float* out,
                          size_t out_stride) {
   const Weight& w = call.w;
@@ -174,7 +177,7 @@ void multiply_amx_panels(const Int8Call& call, size_t first_row, size_t end_row,
       const size_t panel = row / kPanelRows;
       const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
       std::memset(totals, 0, (end - token) * 16 * sizeof(float));
-      AmxPanel<kNibble> product{call, panel, token, totals, {}};
+      AmxPanel<kNibble, kScaled> product{call, panel, token, totals, {}};
       for (size_t begin = 0; begin < call.groups; begin += kGroupsAhead) {
         const size_t left = call.groups - begin;
         const size_t count = left < kGroupsAhead ? left : kGroupsAhead;
@@ -186,24 +189,33 @@ void multiply_amx_panels(const Int8Call& call, size_t first_row, size_t end_row,
       const size_t rows = end_row - row < kPanelRows ? end_row - row : kPanelRows;
       for (size_t t = token; t < end; ++t) {
         float lanes[16];
-        store(lanes, mul(load(totals + (t - token) * 16), set1(call.in.scales[t])));
+        const F16v total = load(totals + (t - token) * 16);
+        store(lanes, kScaled ? total : mul(total, set1(call.in.scales[t])));
         std::memcpy(out + t * out_stride + row - first_row, lanes, rows * sizeof(float));
       }
     }
   }
 }
 
+template <Nibble kNibble>
+void multiply_amx_scaled(const Int8Call& call, size_t first_row, size_t end_row, float* out,
+                         size_t stride) {
+  auto* multiply = call.w.scale_columns != 0 ? multiply_amx_panels<kNibble, true>
+                                             : multiply_amx_panels<kNibble, false>;
+  multiply(call, first_row, end_row, out, stride);
+}
+
 inline void multiply_amx(const Int8Call& call, Nibble nibble, size_t first_row, size_t end_row,
                          float* out, size_t out_stride) {
   switch (nibble) {
     case Nibble::kOffset:
-      return multiply_amx_panels<Nibble::kOffset>(call, first_row, end_row, out, out_stride);
+      return multiply_amx_scaled<Nibble::kOffset>(call, first_row, end_row, out, out_stride);
     case Nibble::kZero:
-      return multiply_amx_panels<Nibble::kZero>(call, first_row, end_row, out, out_stride);
+      return multiply_amx_scaled<Nibble::kZero>(call, first_row, end_row, out, out_stride);
     case Nibble::kMinimum:
-      return multiply_amx_panels<Nibble::kMinimum>(call, first_row, end_row, out, out_stride);
+      return multiply_amx_scaled<Nibble::kMinimum>(call, first_row, end_row, out, out_stride);
     case Nibble::kFp4:
-      return multiply_amx_panels<Nibble::kFp4>(call, first_row, end_row, out, out_stride);
+      return multiply_amx_scaled<Nibble::kFp4>(call, first_row, end_row, out, out_stride);
   }
 }
 

@@ -147,11 +147,13 @@ inline void group_starts(const Weight& w, const Inputs& in, size_t block, int32_
 }
 
 // A tile: kTokens tokens times kPanels panels beginning with `panel`.
-template <Nibble kNibble, size_t kTokens, size_t kPanels>
+// kScaled: x has a scale per group, else one per token that is multiplied with last.
+template <Nibble kNibble, bool kScaled, size_t kTokens, size_t kPanels>
 struct Int8Tile {
   const Int8Call& call;
   const int8_t* x[kTokens];
   const int32_t* starts[kTokens];
+  const float* scales[kTokens];  // kScaled: of groups
   const uint8_t* data;
   size_t panel;
   bool asks;  // for codes ahead of time
@@ -182,10 +184,12 @@ struct Int8Tile {
     for (size_t p = 0; p < kPanels; ++p) {
       const F16v scale = load(numbers[p].scales[slot]);
       for (size_t t = 0; t < kTokens; ++t) {
-        F16v total = add(load(totals[t][p]), mul(to_float(sums[t][p]), scale));
+        const F16v factor = kScaled ? mul(scale, set1(scales[t][group])) : scale;
+        F16v total = add(load(totals[t][p]), mul(to_float(sums[t][p]), factor));
         if (kNibble == Nibble::kMinimum) {
           const F16v minimum = load(numbers[p].minima[slot]);
-          total = add(total, mul(set1(static_cast<float>(starts[t][group])), minimum));
+          const float sum = static_cast<float>(starts[t][group]);
+          total = add(total, mul(set1(kScaled ? sum * scales[t][group] : sum), minimum));
         }
         store(totals[t][p], total);
       }
@@ -271,24 +275,26 @@ struct Int8Tile {
 };
 
 // Tokens [first, first + count) times panels; the last token stands in for those beyond it.
-template <Nibble kNibble, size_t kGroup, size_t kTokens, size_t kPanels>
+template <Nibble kNibble, bool kScaled, size_t kGroup, size_t kTokens, size_t kPanels>
 __attribute__((noinline)) void multiply_tile(const Int8Call& call, size_t first, size_t count,
                                              size_t panel, size_t rows, float* out,
                                              size_t out_stride) {
   const uint8_t* data = static_cast<const uint8_t*>(call.w.data) + panel * panel_bytes(call.w);
-  Int8Tile<kNibble, kTokens, kPanels> tile{call, {}, {}, data, panel,
-                                          asks_ahead(kTokens, first == 0), {}};
+  Int8Tile<kNibble, kScaled, kTokens, kPanels> tile{
+      call, {}, {}, {}, data, panel, asks_ahead(kTokens, first == 0), {}};
   for (size_t t = 0; t < kTokens; ++t) {
     const size_t token = first + (t < count ? t : count - 1);
     tile.x[t] = call.in.codes + token * call.in.stride;
     tile.starts[t] = call.starts + token * call.groups;
+    tile.scales[t] = call.in.scales + token * call.in.scale_stride;
   }
   tile.template run<kGroup>();
   for (size_t t = 0; t < count; ++t) {
-    const F16v scale = set1(call.in.scales[first + t]);
+    const F16v scale = set1(tile.scales[t][0]);
     float* target = out + (first + t) * out_stride;
     for (size_t p = 0; p < kPanels && rows > p * kPanelRows; ++p) {
-      const F16v result = mul(load(tile.totals[t][p]), scale);
+      const F16v total = load(tile.totals[t][p]);
+      const F16v result = kScaled ? total : mul(total, scale);
       if (rows >= (p + 1) * kPanelRows) {
         store(target + p * kPanelRows, result);
       } else {
@@ -310,28 +316,29 @@ constexpr size_t kTileTokens = 2, kTilePanels = 1;
 #endif
 
 // One tile of up to kTileTokens tokens, as few registers as `count` needs; `panels` is 1 or 2.
-template <Nibble kNibble, size_t kGroup>
+template <Nibble kNibble, bool kScaled, size_t kGroup>
 void multiply_panels(const Int8Call& call, size_t first, size_t count, size_t panel,
                      size_t panels, size_t rows, float* out, size_t stride) {
   constexpr size_t kMost = kTileTokens, kWide = kGroup == 16 ? 1 : kTilePanels;
   if (kWide == 2 && panels == 2 && count > 6) {
-    return multiply_tile<kNibble, kGroup, kMost, kWide>(call, first, count, panel, rows, out,
-                                                        stride);
+    return multiply_tile<kNibble, kScaled, kGroup, kMost, kWide>(call, first, count, panel, rows,
+                                                                 out, stride);
   }
   if (kWide == 2 && panels == 2 && count == 1 && !reads_far_ahead()) {
-    return multiply_tile<kNibble, kGroup, 1, kWide>(call, first, count, panel, rows, out, stride);
+    return multiply_tile<kNibble, kScaled, kGroup, 1, kWide>(call, first, count, panel, rows, out,
+                                                             stride);
   }
   for (size_t p = 0; p < panels; ++p) {
-    auto* tile = multiply_tile<kNibble, kGroup, kMost, 1>;
-    if (count == 1) tile = multiply_tile<kNibble, kGroup, 1, 1>;
-    else if (count == 2) tile = multiply_tile<kNibble, kGroup, 2, 1>;
-    else if (count <= 4 && kMost > 4) tile = multiply_tile<kNibble, kGroup, kMost / 2, 1>;
-    else if (count <= 6 && kMost > 6) tile = multiply_tile<kNibble, kGroup, kMost / 4 * 3, 1>;
+    auto* tile = multiply_tile<kNibble, kScaled, kGroup, kMost, 1>;
+    if (count == 1) tile = multiply_tile<kNibble, kScaled, kGroup, 1, 1>;
+    else if (count == 2) tile = multiply_tile<kNibble, kScaled, kGroup, 2, 1>;
+    else if (count <= 4 && kMost > 4) tile = multiply_tile<kNibble, kScaled, kGroup, kMost / 2, 1>;
+    else if (count <= 6 && kMost > 6) tile = multiply_tile<kNibble, kScaled, kGroup, kMost / 4 * 3, 1>;
     tile(call, first, count, panel + p, rows - p * kPanelRows, out + p * kPanelRows, stride);
   }
 }
 
-template <Nibble kNibble, size_t kGroup>
+template <Nibble kNibble, bool kScaled, size_t kGroup>
 void multiply_codes(const Int8Call& call, size_t first_row, size_t end_row, float* out,
                     size_t out_stride) {
   for (size_t token = 0; token < call.in.tokens; token += kTileTokens) {
@@ -340,8 +347,8 @@ void multiply_codes(const Int8Call& call, size_t first_row, size_t end_row, floa
     for (size_t row = first_row; row < end_row; row += 2 * kPanelRows) {
       const size_t rows = end_row - row;
       const size_t panels = rows > kPanelRows ? 2 : 1;
-      multiply_panels<kNibble, kGroup>(call, token, count, row / kPanelRows, panels, rows,
-                                       out + row - first_row, out_stride);
+      multiply_panels<kNibble, kScaled, kGroup>(call, token, count, row / kPanelRows, panels, rows,
+                                                out + row - first_row, out_stride);
     }
   }
 }
@@ -349,12 +356,14 @@ void multiply_codes(const Int8Call& call, size_t first_row, size_t end_row, floa
 template <Nibble kNibble>
 void multiply_groups(const Int8Call& call, size_t first_row, size_t end_row, float* out,
                      size_t out_stride) {
-  if (call.w.tile_columns == 16) {
-    multiply_codes<kNibble, 16>(call, first_row, end_row, out, out_stride);
+  if (call.w.scale_columns != 0) {
+    multiply_codes<kNibble, true, 32>(call, first_row, end_row, out, out_stride);
+  } else if (call.w.tile_columns == 16) {
+    multiply_codes<kNibble, false, 16>(call, first_row, end_row, out, out_stride);
   } else if (call.w.tile_columns == 32) {
-    multiply_codes<kNibble, 32>(call, first_row, end_row, out, out_stride);
+    multiply_codes<kNibble, false, 32>(call, first_row, end_row, out, out_stride);
   } else {
-    multiply_codes<kNibble, 0>(call, first_row, end_row, out, out_stride);
+    multiply_codes<kNibble, false, 0>(call, first_row, end_row, out, out_stride);
   }
 }
 

@@ -73,6 +73,27 @@ float quantize(const float* x, size_t columns, int8_t* codes, size_t stride, int
   return scale;
 }
 
+// See TokenKernels; 32 numbers fill two registers.
+void quantize_groups(const float* x, size_t columns, int8_t* codes, size_t stride, int32_t* sums,
+                     float* scales) {
+  for (size_t i = 0; i < columns; i += 32) {
+    const F16v low = load(x + i), high = load(x + i + 16);
+    int32_t lanes[16], top = 0;
+    store(lanes, max(bits(abs(low)), bits(abs(high))));
+    for (int32_t lane : lanes) top = lane > top ? lane : top;
+    const float scale = from_bits(static_cast<uint32_t>(top)) / 127.0f;
+    const F16v divisor = set1(scale > 0.0f ? scale : 1.0f);
+    const auto code = [&](F16v value) __attribute__((always_inline)) {
+      return to_int(min(max(div(value, divisor), set1(-127.0f)), set1(127.0f)));
+    };
+    store_bytes(codes + i, code(low));
+    store_bytes(codes + i + 16, code(high));
+    scales[i / 32] = scale;
+  }
+  if (stride > columns) std::memset(codes + columns, 0, stride - columns);
+  if (sums != nullptr) sum_sixteens(codes, stride, sums);
+}
+
 // Sixteen numbers of a type at any address, and back.
 HMT_INLINE F16v load_typed(const void* x, DType type) {
   const auto* halves = static_cast<const uint16_t*>(x);
@@ -132,6 +153,6 @@ void narrow(const float* x, const void* bias, DType bias_type, size_t count, voi
 
 }  // namespace
 
-const TokenKernels token_kernels = {quantize, widen, narrow};
+const TokenKernels token_kernels = {quantize, quantize_groups, widen, narrow};
 
 }  // namespace hmt::HMT_ISA

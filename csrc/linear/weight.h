@@ -57,7 +57,7 @@ enum class Scales : int { kNone, kF32, kBF16, kF16, kE4M3, kE8M0 };
 // tile_columns == columns.  Only kInt8 has minima, and tile_rows is 1 then.
 // 4-bit codes: tile_rows is 1, tile_columns 16, 32, 64 or 128.
 // kBlocks: (d * scale) * code + e * minimum, with floats d and e of a block and integers of a group;
-// tile_columns are the block's.  int8 activations have a scale per 256 columns.
+// tile_columns are the block's.
 struct Weight {
   Code code;
   Packing packing;
@@ -70,6 +70,9 @@ struct Weight {
   const void* minima;    // in the type and shape of the scales, or null
   float factor;
   bool int8_activations;  // multiply with activations rounded to int8, else as they are
+  // Columns that share a scale of int8 activations: kPanels with tile_columns 32: 32 or 0, kBlocks:
+  // 256, or 32 where blocks have 32 columns; 0: all of a token.
+  size_t scale_columns = 0;
   // Columns of a panel in memory, where `columns` are some of them, neighbours; 0: the same.
   size_t panel_columns = 0;
   // Of types that look codes up: uint8 [entries, 8 or 4], kIQ1_*: 8 times the number, plus 8; others:

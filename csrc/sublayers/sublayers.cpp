@@ -49,9 +49,9 @@ void norm_heads(const NormWeight& weight, DType type, size_t tokens, size_t row,
 void normed_linear(const Norm& norm, const std::vector<Projection>& projections, const Matrix& out,
                    size_t threads) {
   bool codes_only = true;
-  const auto blocks = [](const Projection& p) { return p.weight->packing == Packing::kBlocks; };
+  const auto form = [](const Projection& p) { return code_form(p.weight->scale_columns); };
   for (const Projection& p : projections) {
-    codes_only = codes_only && p.weight->int8_activations && blocks(p) == blocks(projections[0]);
+    codes_only = codes_only && p.weight->int8_activations && form(p) == form(projections[0]);
   }
   const ConstMatrix normed{norm.out, norm.type, norm.tokens, norm.width, norm.out_token_stride};
   if (!codes_only) {

@@ -1,6 +1,7 @@
 """Blocks of ggml's types: products with int8 equal the reference to the bit on every machine."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,22 @@ def test_products_with_int8_equal_the_reference_to_the_bit(kind: Encoding, isa: 
     for tokens in TOKENS:
         same(ops.linear(x[:tokens], w, bias), expected[:tokens])
     same(ops.linear(x[-1:], w, bias), expected[-1:])
+
+
+@pytest.mark.parametrize("kind", [k for k, shape in BLOCK_SHAPES.items() if shape.numbers == 32])
+def test_products_with_a_scale_per_block_equal_the_reference_to_the_bit(
+    kind: Encoding, isa: str
+) -> None:
+    w, x, bias, _ = case(kind)
+    w = replace(w, activations=Activations.INT8_GROUP)
+    expected = reference.linear(x, w, bias)
+    for tokens in TOKENS:
+        same(ops.linear(x[:tokens], w, bias), expected[:tokens])
+    codes, scales = reference.quantize_activation_blocks(x, 32)
+    rounded = codes.double() * scales.double().repeat_interleave(32, 1)
+    numbers = reference.dequantize(w, torch.float32).double()
+    size = rounded.abs() @ numbers.abs().T + 1
+    assert ((expected - rounded @ numbers.T - bias).abs() <= 1e-6 * size).all()
 
 
 @KINDS

@@ -56,6 +56,32 @@ def test_integer_products_equal_the_reference_to_the_bit(
     assert torch.equal(ops.linear(x, w), reference.linear(x, w))
 
 
+@given(
+    encoding=st.sampled_from([Encoding.INT4_GROUP, Encoding.MXFP4]),
+    offsets=st.sampled_from(["", "zeros", "minima"]),
+    groups=st.integers(1, 40),
+    rows=st.integers(1, 70),
+    tokens=st.sampled_from([*range(1, 13), 31, 50]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=80, deadline=None)
+def test_products_with_a_scale_per_group_equal_the_reference_to_the_bit(
+    encoding, offsets, groups, rows, tokens, seed
+):
+    random = torch.Generator().manual_seed(seed)
+    w = random_weight(encoding, rows, 32 * groups, activations=Activations.INT8_GROUP, seed=seed)
+    if encoding is Encoding.INT4_GROUP and offsets == "zeros":
+        zeros = torch.randint(0, 16, w.scales.shape, generator=random, dtype=torch.uint8)
+        w = dataclasses.replace(w, zeros=zeros)
+    elif encoding is Encoding.INT4_GROUP and offsets == "minima":
+        minima = torch.randn(w.scales.shape, generator=random).to(w.scales.dtype)
+        w = dataclasses.replace(w, minima=minima)
+    x = torch.randn(tokens, 32 * groups, generator=random)
+    x[:, ::33] *= 50
+    x[-1, :32] = 0
+    assert torch.equal(ops.linear(x, w), reference.linear(x, w))
+
+
 def test_the_largest_products_do_not_overflow():
     for encoding in QUANTIZED:
         w = random_weight(encoding, 2, 8192, group=128, activations=Activations.INT8_TOKEN)

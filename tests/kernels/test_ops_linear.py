@@ -134,8 +134,24 @@ def test_integer_products_are_exact(backend, encoding, group, dtype):
 
 
 @BACKENDS
-def test_a_token_does_not_depend_on_the_others(backend):
-    w = random_weight(Encoding.INT4_GROUP, 40, 256, activations=Activations.INT8_TOKEN)
+@pytest.mark.parametrize("encoding", [Encoding.INT4_GROUP, Encoding.MXFP4, Encoding.Q5_0])
+def test_a_large_activation_rounds_its_group_of_inputs_only(backend, encoding):
+    """A scale per 32 inputs: what the largest one of a token leaves of the others."""
+    w = random_weight(encoding, 33, 640, activations=Activations.INT8_GROUP)
+    x = torch.randn(3, 640, generator=torch.Generator().manual_seed(4))
+    x[:, 70] = 5000.0
+    groups = x.view(3, 20, 32).double()
+    scales = (groups.abs().amax(-1, keepdim=True).float() / 127).double()
+    rounded = ((groups / scales).round() * scales).view(3, 640)
+    found = backend.linear(x, w)
+    magnitude = rounded.abs() @ numbers(w).abs().T
+    assert ((found - rounded @ numbers(w).T).abs() <= 2**-20 * magnitude).all()
+
+
+@BACKENDS
+@pytest.mark.parametrize("activations", [Activations.INT8_TOKEN, Activations.INT8_GROUP])
+def test_a_token_does_not_depend_on_the_others(backend, activations):
+    w = random_weight(Encoding.INT4_GROUP, 40, 256, activations=activations)
     x = torch.randn(70, 256, generator=torch.Generator().manual_seed(5))
     alone = torch.cat([backend.linear(token[None], w) for token in x])
     assert torch.equal(backend.linear(x, w), alone)

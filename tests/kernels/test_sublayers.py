@@ -24,6 +24,8 @@ KINDS = [
     (Encoding.NVFP4, INT8),
     (Encoding.Q8_0, Activations.INT8_BLOCK),
     (Encoding.Q5_1, Activations.INT8_BLOCK),
+    (Encoding.INT4_GROUP, Activations.INT8_GROUP),
+    (Encoding.Q5_0, Activations.INT8_GROUP),
 ]
 HEADS, KV_HEADS, DIM, HIDDEN, WIDTH = 4, 2, 24, 96, 160
 

@@ -234,8 +234,8 @@ def test_few_bits_are_not_rounded_to_as_many_again(llama: LlamaForCausalLM, tmp_
             [found[name, scheme]] = {(form.encoding, form.activations) for form in forms}
     codes, four, eight = Activations.INT8_TOKEN, Encoding.INT4_GROUP, Encoding.INT8_CHANNEL
     assert found == {
-        ("awq", "w4a8"): (four, codes),
-        ("awq", "w8a8"): (four, codes),
+        ("awq", "w4a8"): (four, Activations.INT8_GROUP),
+        ("awq", "w8a8"): (four, Activations.INT8_GROUP),
         ("nvfp4", "w4a8"): (Encoding.NVFP4, codes),
         ("nvfp4", "w8a8"): (Encoding.NVFP4, codes),
         ("fp8-blocks", "w4a8"): (four, codes),

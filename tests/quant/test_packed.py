@@ -66,3 +66,22 @@ def test_packing_is_undone_by_unpacking(rows, blocks, seed):
     assert torch.equal(w.data, pack_pairs(pairs[..., 0] | pairs[..., 1] << 4))
     numbers = (codes.view(rows, blocks, 32).float() - 8) * scales.float()[..., None]
     assert torch.equal(reference.dequantize(w, torch.float32), numbers.flatten(1))
+
+
+@pytest.mark.parametrize(
+    ("form", "own"),
+    [
+        (Format(Encoding.INT4_GROUP, 32, scale_dtype=torch.float16), Activations.INT8_GROUP),
+        (Format(Encoding.MXFP4, 32), Activations.INT8_GROUP),
+        (Format(Encoding.INT4_GROUP, 128), Activations.INT8_TOKEN),
+        (Format(Encoding.NVFP4, 16), Activations.INT8_TOKEN),
+        (Format(Encoding.INT8_GROUP, 32), Activations.INT8_TOKEN),
+        (Format(Encoding.Q8_0), Activations.INT8_GROUP),
+        (Format(Encoding.IQ4_NL), Activations.INT8_GROUP),
+        (Format(Encoding.Q4_K), Activations.INT8_BLOCK),
+        (Format(Encoding.BF16), Activations.FLOAT),
+    ],
+)
+def test_published_weights_take_activations_as_finely_rounded_as_kernels_can(form, own):
+    assert form.with_activations(Activations.INT8_TOKEN).activations is own
+    assert form.with_activations(Activations.FLOAT).activations is Activations.FLOAT

@@ -138,6 +138,10 @@ class Activations(enum.StrEnum):
 
     FLOAT = "float"  # as computed: the "A16" of W4A16
     INT8_TOKEN = "int8"  # rounded to int8 with one scale per token: the "A8" of W4A8
+    # The same with one scale per 32 inputs of a token, for weights whose groups or blocks have as
+    # many: 4-bit panels, and BLOCKS of 32 numbers.  It is what llama.cpp does for these types.
+    # Kernels of a GPU multiply panels with floats, and BLOCKS as with INT8_BLOCK.
+    INT8_GROUP = "int8-group"
     # The same with one scale per 256 inputs of a token (the last may be fewer); for BLOCKS only.
     # It is what llama.cpp does for K types; models with a few large activations need it.
     INT8_BLOCK = "int8-block"
@@ -148,7 +152,8 @@ class Activations(enum.StrEnum):
         return self is not Activations.FLOAT
 
 
-ACTIVATION_BLOCK = 256  # inputs that share a scale with INT8_BLOCK
+ACTIVATION_GROUP = 32  # inputs that share a scale with INT8_GROUP
+ACTIVATION_BLOCK = 256  # the same with INT8_BLOCK
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hmt.base.units import round_up
 from hmt.contracts.encoding import (
+    ACTIVATION_GROUP,
     BLOCK_SHAPES,
     PANEL_BLOCK,
     PANEL_ROWS,
@@ -97,8 +98,12 @@ class Format:
             return replace(self, activations=Activations.FLOAT)
         if self.encoding is Encoding.FP8_BLOCK:
             return replace(self, activations=Activations.FLOAT)
-        blocks = self.encoding.packing is Packing.BLOCKS
-        own = Activations.INT8_BLOCK if blocks else Activations.INT8_TOKEN
+        own = Activations.INT8_TOKEN
+        if self.encoding.packing is Packing.BLOCKS:
+            grouped = BLOCK_SHAPES[self.encoding].numbers == ACTIVATION_GROUP
+            own = Activations.INT8_GROUP if grouped else Activations.INT8_BLOCK
+        elif self.encoding.packing is Packing.PANELS and self.group_size == ACTIVATION_GROUP:
+            own = Activations.INT8_GROUP
         return replace(self, activations=own)
 
     @property

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import BLOCK_SHAPES, Activations, Encoding, Packing, WeightTensor
+from hmt.contracts.encoding import (
+    ACTIVATION_BLOCK,
+    ACTIVATION_GROUP,
+    BLOCK_SHAPES,
+    Activations,
+    Encoding,
+    Packing,
+    WeightTensor,
+)
 from hmt.kernels import reference
 from hmt.kernels.cpu.abi import DTYPES
 from hmt.kernels.reference import gguf_blocks
@@ -39,6 +47,11 @@ _SCALES = {
     torch.float16: 3,
     torch.float8_e4m3fn: 4,
     torch.uint8: 5,
+}
+# Inputs that share a scale of int8 activations; of others, all of a token.
+_SCALE_COLUMNS = {
+    Activations.INT8_GROUP: ACTIVATION_GROUP,
+    Activations.INT8_BLOCK: ACTIVATION_BLOCK,
 }
 # Of which type the grid is that codes of a type are looked up in.
 _WITH_GRIDS = {
@@ -218,6 +231,7 @@ def _describe(native: ModuleType, w: WeightTensor) -> Any:
         _address(w.minima),
         1.0 if w.factor is None else float(w.factor),
         w.activations.are_integers,
+        _SCALE_COLUMNS.get(w.activations, 0),
         _address(_grid(w.encoding)),
     )
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 from hmt.base.units import MIB, round_down
 from hmt.contracts.encoding import (
     ACTIVATION_BLOCK,
+    ACTIVATION_GROUP,
     BLOCK_SHAPES,
     Activations,
     Encoding,
@@ -29,13 +30,14 @@ def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """x [tokens, in] times the transpose of `w` [out, in], plus bias [out]: [tokens, out].
 
     The result has the dtype of `x`.  With Activations.FLOAT the weights are brought to that dtype
-    first; with Activations.INT8_TOKEN see `linear_int8_tokens`, with INT8_BLOCK
-    `linear_int8_blocks`.
+    first; with Activations.INT8_TOKEN see `linear_int8_tokens`, with INT8_BLOCK and INT8_GROUP
+    `linear_int8_blocks` of blocks and `linear_int8_groups` of others.
     """
     if w.activations is Activations.INT8_TOKEN:
         return linear_int8_tokens(x, w, bias)
-    if w.activations is Activations.INT8_BLOCK:
-        return linear_int8_blocks(x, w, bias)
+    if w.activations.are_integers:
+        blocks = w.encoding.packing is Packing.BLOCKS
+        return (linear_int8_blocks if blocks else linear_int8_groups)(x, w, bias)
     if w.data.dtype == x.dtype and w.encoding.is_float:
         return functional.linear(x, w.data, None if bias is None else bias.to(x.dtype))
     return linear_by_chunks(x, w, bias, dequantize)
@@ -132,12 +134,33 @@ def linear_int8_tokens(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -
     x.dtype.  So the result is defined to the bit, whatever the other tokens are.
     """
     codes, token_scales = quantize_activations(x)
+    return _int8_groups(x, codes, token_scales[:, None], w, bias)
+
+
+def linear_int8_groups(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
+    """Groups of 32 inputs times x rounded to int8 with a scale s per group; products are integers.
+
+    As `linear_int8_tokens`, but what is multiplied with a group's integer is the group's scale
+    times s, rounded to f32, and with its minimum the sum of codes times s.
+    """
+    assert w.group_size == ACTIVATION_GROUP
+    codes, scales = quantize_activation_blocks(x, ACTIVATION_GROUP)
+    return _int8_groups(x, codes, scales, w, bias)
+
+
+def _int8_groups(
+    x: Tensor, codes: Tensor, token_scales: Tensor, w: WeightTensor, bias: Tensor | None
+) -> Tensor:
+    """Products of codes [tokens, in] with scales [tokens, 1] or [tokens, groups]."""
     group = w.group_size or w.shape[1]
     groups = w.shape[1] // group
     # Sums up to 2^24 are exact in f32; an int8 row of more than 1032 inputs can pass that.
     exact = torch.float32 if group * 127 * 128 <= 1 << 24 else torch.float64
     activations = codes.view(len(codes), groups, group).transpose(0, 1).to(exact)
     sums = activations.sum(-1).float()  # [groups, tokens]
+    by_group = w.activations is Activations.INT8_GROUP
+    if by_group:
+        sums *= token_scales.T
     out = x.new_empty(x.shape[0], w.shape[0])
     for rows in _row_chunks(w, 4 * max(w.shape[1], groups * len(codes))):
         weights = integer_codes(w, rows)
@@ -146,28 +169,32 @@ def linear_int8_tokens(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -
         products = torch.bmm(activations, weights).float()  # [groups, tokens, rows]
         total = torch.zeros_like(products[0])
         for index, product in enumerate(products):
-            total += product.mul_(scales[:, index])
+            by = scales[:, index]
+            total += product.mul_(token_scales[:, index, None] * by if by_group else by)
             if added is not None:
                 total += sums[index, :, None] * added[:, index]
-        total *= token_scales[:, None]
+        if not by_group:
+            total *= token_scales
         out[:, rows] = total if bias is None else total.add_(bias[rows])
     return out
 
 
-def quantize_activation_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x to int8 with one scale per ACTIVATION_BLOCK inputs of a token, the last may be fewer.
+def quantize_activation_blocks(x: Tensor, width: int = ACTIVATION_BLOCK) -> tuple[Tensor, Tensor]:
+    """Round x to int8 with one scale per `width` inputs of a token, the last may be fewer.
 
-    (codes int8 [tokens, in], scales f32 [tokens, ceil(in / 256)]); each block is rounded as
+    (codes int8 [tokens, in], scales f32 [tokens, ceil(in / width)]); each block is rounded as
     `quantize_activations` rounds a token.
     """
-    blocks = -(-x.shape[1] // ACTIVATION_BLOCK)
-    padded = functional.pad(x.float(), (0, blocks * ACTIVATION_BLOCK - x.shape[1]))
-    codes, scales = quantize_activations(padded.view(-1, ACTIVATION_BLOCK))
+    blocks = -(-x.shape[1] // width)
+    padded = functional.pad(x.float(), (0, blocks * width - x.shape[1]))
+    codes, scales = quantize_activations(padded.view(-1, width))
     return codes.view(padded.shape)[:, : x.shape[1]], scales.view(len(x), blocks)
 
 
 def linear_int8_blocks(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
-    """Weights in Packing.BLOCKS times x rounded to int8 per 256 inputs; products are integers.
+    """Weights in Packing.BLOCKS times x rounded to int8; products are integers.
+
+    x has a scale per 32 inputs with Activations.INT8_GROUP, which blocks of 32 take, else per 256.
 
     Of each block of the weight, with the d, e, integer scales and minima of
     `gguf_blocks.Integers` and the scale s of the activations, all products rounded to f32:
@@ -178,10 +205,12 @@ def linear_int8_blocks(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -
     Both sums are exact in int32.  Blocks add up in f32 in ascending order; then the bias is added,
     and the result rounded to x.dtype.  So it is defined to the bit, whatever the other tokens are.
     """
-    codes, scales = quantize_activation_blocks(x)
+    grouped = w.activations is Activations.INT8_GROUP
+    width = ACTIVATION_GROUP if grouped else ACTIVATION_BLOCK
+    codes, scales = quantize_activation_blocks(x, width)
     shape = BLOCK_SHAPES[w.encoding]
     blocks = w.shape[1] // shape.numbers
-    step = torch.arange(blocks, device=x.device) * shape.numbers // ACTIVATION_BLOCK
+    step = torch.arange(blocks, device=x.device) * shape.numbers // width
     scales = scales[:, step].T.contiguous()  # [blocks, tokens]
     # Integers below 2^53 are exact in f64.
     groups = codes.view(len(codes), blocks, shape.numbers // shape.group, shape.group).double()

@@ -13,7 +13,6 @@ from torch import Tensor
 from hmt.contracts.encoding import (
     ACTIVATION_BLOCK,
     BLOCK_SHAPES,
-    Activations,
     Encoding,
     Packing,
     WeightTensor,
@@ -66,7 +65,7 @@ def multiply_blocks(
     add          products are added to what out holds
     """
     w = weights[0]
-    integers = w.activations is Activations.INT8_BLOCK
+    integers = w.activations.are_integers
     if tokens is None or tokens.rounded is not integers:
         tokens = block_tokens(x, rounded=integers)
     given: list[WeightTensor | None] = [*weights, None, None][:3]
