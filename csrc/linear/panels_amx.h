@@ -132,8 +132,7 @@ struct AmxPanel {
       const F16v factor = kScaled ? mul(scale, set1(own)) : scale;
       F16v total = add(load(mine), mul(to_float(dots), factor));
       if (kNibble == Nibble::kMinimum) {
-        const float sum = static_cast<float>(start) * own;
-        total = add(total, mul(set1(sum), load(numbers.minima[slot])));
+        total = add(total, mul(minimum_factor(start), load(numbers.minima[slot])));
       }
       store(mine, total);
     }

@@ -111,7 +111,7 @@ HMT_INLINE I16v dot(I16v sum, const Line& low, const Line& high, const int8_t* x
 struct Int8Call {
   const Weight& w;
   const Inputs& in;
-  const int32_t* starts;  // [tokens, groups], see `group_starts`
+  const int32_t* starts;  // [tokens, groups], see `group_starts`; with minima the bits of floats
   size_t groups, panel_groups;
   float factor;
 };
@@ -123,6 +123,21 @@ inline int32_t start_factor(Nibble nibble) {
   if (nibble == Nibble::kOffset) return -8;
   if (nibble == Nibble::kFp4) return -kFp4Offset;
   return nibble == Nibble::kZero ? -1 : 1;
+}
+
+// What a group's minimum is multiplied with, once for all panels: the sum of codes, times x's scale
+// where it has one per group.
+inline void scale_sums(const float* scales, size_t groups, int32_t* starts) {
+  for (size_t g = 0; g < groups; ++g) {
+    const float sum = static_cast<float>(starts[g]);
+    const float scaled = scales != nullptr ? sum * scales[g] : sum;
+    std::memcpy(starts + g, &scaled, sizeof scaled);
+  }
+}
+HMT_INLINE F16v minimum_factor(const int32_t& start) {
+  float factor;
+  std::memcpy(&factor, &start, sizeof factor);
+  return set1(factor);
 }
 
 // Of the tokens of a block: [16, groups]; rows of tokens that do not exist are left as they are.
@@ -142,6 +157,10 @@ inline void group_starts(const Weight& w, const Inputs& in, size_t block, int32_
         for (size_t p = 0; p < pieces; ++p) total += sums[g * pieces + p];
         mine[g] = total * factor;
       }
+    }
+    if (nibble_of(w) == Nibble::kMinimum) {
+      const float* scales = in.scales + (block * kTokenBlock + i) * in.scale_stride;
+      scale_sums(w.scale_columns != 0 ? scales : nullptr, groups, mine);
     }
   }
 }
@@ -171,9 +190,9 @@ struct Int8Tile {
         zeros = group_zeros(call.w.zeros, (panel + p) * call.panel_groups + group);
       }
       for (size_t t = 0; t < kTokens; ++t) {
-        const I16v start = set1(starts[t][group]);
-        if (kNibble == Nibble::kZero) sums[t][p] = mul(zeros, start);
-        else sums[t][p] = kNibble == Nibble::kMinimum ? set1(int32_t{0}) : start;
+        if (kNibble == Nibble::kMinimum) sums[t][p] = set1(int32_t{0});
+        else if (kNibble == Nibble::kZero) sums[t][p] = mul(zeros, set1(starts[t][group]));
+        else sums[t][p] = set1(starts[t][group]);
       }
     }
   }
@@ -188,8 +207,7 @@ struct Int8Tile {
         F16v total = add(load(totals[t][p]), mul(to_float(sums[t][p]), factor));
         if (kNibble == Nibble::kMinimum) {
           const F16v minimum = load(numbers[p].minima[slot]);
-          const float sum = static_cast<float>(starts[t][group]);
-          total = add(total, mul(set1(kScaled ? sum * scales[t][group] : sum), minimum));
+          total = add(total, mul(minimum_factor(starts[t][group]), minimum));
         }
         store(totals[t][p], total);
       }
@@ -333,7 +351,8 @@ void multiply_panels(const Int8Call& call, size_t first, size_t count, size_t pa
     if (count == 1) tile = multiply_tile<kNibble, kScaled, kGroup, 1, 1>;
     else if (count == 2) tile = multiply_tile<kNibble, kScaled, kGroup, 2, 1>;
     else if (count <= 4 && kMost > 4) tile = multiply_tile<kNibble, kScaled, kGroup, kMost / 2, 1>;
-    else if (count <= 6 && kMost > 6) tile = multiply_tile<kNibble, kScaled, kGroup, kMost / 4 * 3, 1>;
+    else if (count <= 6 && kMost > 6)
+      tile = multiply_tile<kNibble, kScaled, kGroup, kMost / 4 * 3, 1>;
     tile(call, first, count, panel + p, rows - p * kPanelRows, out + p * kPanelRows, stride);
   }
 }
