@@ -29,9 +29,7 @@ def inference(
         Path | None,
         typer.Option(help="Folder on a fast disk for quantised weights that do not fit."),
     ] = None,
-    max_context: Annotated[
-        int | None, typer.Option(help="Positions of keys and values to keep.")
-    ] = None,
+    max_context: Annotated[int | None, typer.Option(help="Positions of KV cache to keep.")] = None,
 ) -> None:
     """Answer a prompt, or chat."""
     engine = EngineOptions(

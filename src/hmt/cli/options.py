@@ -70,7 +70,7 @@ class EngineOptions:
     ] = None
     context: Annotated[
         int | None,
-        _memory("--context", "--max-context", help="Positions of keys and values to keep."),
+        _memory("--context", "--max-context", help="Positions of KV cache to keep."),
     ] = None
     kv_gpu_memory: Annotated[
         str | None,

@@ -63,7 +63,7 @@ def planned_for(
         counts = choices_of_users(goal) if asked.users is None else ()
         planned = plan_for_objective(outlook, planned.setting, goal, users=counts)
         notes += ["", options_line(planned, goal)]
-    # What is planned besides (other machines) is for texts as long.
+    # What is planned besides (other machines) is for sequences as long.
     alike = replace(planned.setting, context=planned.prediction.context)
     return replace(planned, setting=alike), outlook, notes
 

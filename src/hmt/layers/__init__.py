@@ -11,6 +11,7 @@ from hmt.layers.moe import (
     GroupedSoftmaxRouter,
     Router,
     Routing,
+    SigmoidRouter,
     SoftmaxRouter,
     add_routed_experts,
     request_experts,

@@ -158,6 +158,38 @@ class BiasedSigmoidRouter:
         return Routing(*chosen)
 
 
+@dataclass(frozen=True, slots=True)
+class SigmoidRouter:
+    """LFM2-MoE: the top_k of sigmoids, in the choice of which a bias may take part.
+
+    renormalise   make the chosen scales of a token add up to `scale`
+    """
+
+    hidden_size: int
+    experts: int
+    top_k: int
+    biased: bool
+    renormalise: bool
+    scale: float
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """The router's weight, `at`gate.weight, and its bias, `at`expert_bias."""
+        shape = (self.experts, self.hidden_size)
+        weight = ParamSpec("router", shape, (f"{at}gate.weight",), Role.VECTOR)
+        bias = ParamSpec("router_bias", shape[:1], (f"{at}expert_bias",), Role.VECTOR)
+        return (weight, bias) if self.biased else (weight,)
+
+    def __call__(self, x: Tensor, params: Params) -> Routing:
+        """Experts for x [tokens, hidden_size]; probabilities in f32."""
+        likely = ops.sigmoid(ops.linear(x, params["router"]))
+        wanted = likely + params["router_bias"].data.float() if self.biased else likely
+        chosen = wanted.topk(self.top_k, dim=-1).indices
+        scales = likely.gather(1, chosen)
+        if self.renormalise:
+            scales = scales / (scales.sum(-1, keepdim=True) + 1e-6)
+        return Routing(chosen, scales * self.scale)
+
+
 def request_experts(
     x: Tensor, routing: Routing, hidden: Tensor, layer: int, expert: GatedFFN, weights: Weights
 ) -> None:

@@ -1,77 +1,39 @@
 """LFM2: short convolutions in most layers, attention in the others (arXiv 2511.23404)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
-from hmt.base.errors import CheckpointError
-from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Weights
-from hmt.kernels import ops
+from hmt.contracts.blocks import BlockSpec, ParamSpec
 from hmt.layers import (
     Attention,
     GatedFFN,
-    Params,
     ResidualFFN,
     RMSNorm,
-    Routing,
     ShortConv,
-    request_experts,
-    routed_experts,
+    SigmoidRouter,
 )
 from hmt.models.config import Config, check_experts, head_dim, layer_kinds, require, rotary
-from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
+from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
+from hmt.models.hybrid import Hybrid, convolution_taps
 
-_MOST_TAPS = 64  # of a convolution; published models have 3
 _NAMES = ("w1", "w3", "w2")
 _RENAMED = {".q_norm.": ".q_layernorm.", ".k_norm.": ".k_layernorm.", ".o_proj.": ".out_proj."}
 
 
-@dataclass(frozen=True, slots=True)
-class SigmoidRouter:
-    """The top_k of sigmoids, chosen with a bias or without, which add up to `scale` if normal."""
-
-    hidden_size: int
-    experts: int
-    top_k: int
-    biased: bool
-    renormalise: bool
-    scale: float
-
-    def params(self, at: str) -> tuple[ParamSpec, ...]:
-        """The router's weight, `at`gate.weight, and its bias, `at`expert_bias."""
-        shape = (self.experts, self.hidden_size)
-        weight = ParamSpec("router", shape, (f"{at}gate.weight",), Role.VECTOR)
-        bias = ParamSpec("router_bias", shape[:1], (f"{at}expert_bias",), Role.VECTOR)
-        return (weight, bias) if self.biased else (weight,)
-
-    def __call__(self, x: Tensor, params: Params) -> Routing:
-        """Experts for x [tokens, hidden_size]; probabilities in f32."""
-        likely = ops.sigmoid(ops.linear(x, params["router"]))
-        wanted = likely + params["router_bias"].data.float() if self.biased else likely
-        chosen = wanted.topk(self.top_k, dim=-1).indices
-        scales = likely.gather(1, chosen)
-        if self.renormalise:
-            scales = scales / (scales.sum(-1, keepdim=True) + 1e-6)
-        return Routing(chosen, scales * self.scale)
-
-
-class ConvHybrid(Decoder):
+class ConvHybrid(Hybrid):
     """What LFM2 and LFM2-MoE share: a convolution or attention, then a network or experts."""
+
+    recurrent: ShortConv
+    router: SigmoidRouter
 
     def __init__(
         self, config: Config, dtype: torch.dtype, *, ffn_width: int, sparse: Sequence[bool]
     ) -> None:
         """`sparse`: which layers have experts."""
         require(config, "conv_bias", False)
-        if not 2 <= config.conv_L_cache <= _MOST_TAPS:
-            raise CheckpointError(
-                f"conv_L_cache is {config.conv_L_cache}; it must be from 2 to {_MOST_TAPS}"
-            )
         hidden, dim = config.hidden_size, head_dim(config)
         self.norm = RMSNorm(hidden, config.norm_eps)
         self.attention = Attention(
@@ -84,12 +46,13 @@ class ConvHybrid(Decoder):
             dim**-0.5,
             head_norm=RMSNorm(dim, config.norm_eps),
         )
-        self.conv = ShortConv(hidden, self.norm, config.conv_L_cache)
+        taps = convolution_taps(config, "conv_L_cache")
+        self.recurrent = ShortConv(hidden, self.norm, taps)
         kinds = layer_kinds(config, "full_attention", "conv")
         self.attends = [kind == "full_attention" for kind in kinds]
         self.sparse = list(sparse)
         self.ffn = ResidualFFN(GatedFFN(hidden, ffn_width, "silu"), self.norm)
-        parts = [self.attention.activation_width, self.conv.activation_width]
+        parts = [self.attention.activation_width, self.recurrent.activation_width]
         parts += [self.ffn.activation_width] * (not all(sparse))
         router = self._experts(config) if any(sparse) else None
         if router is not None:
@@ -100,7 +63,7 @@ class ConvHybrid(Decoder):
             norm=self.norm,
             norm_name="model.embedding_norm.weight",
             kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.conv.state for attends in self.attends],
+            state=[() if attends else self.recurrent.state for attends in self.attends],
             activation_width=max(parts),
             router=router,
         )
@@ -126,7 +89,7 @@ class ConvHybrid(Decoder):
         if self.attends[index]:
             mixer = tuple(map(_renamed, self.attention.params(f"{at}self_attn.")))
         else:
-            mixer = self.conv.params(f"{at}conv.")
+            mixer = self.recurrent.params(f"{at}conv.")
         yield attention_block(index, norm, *mixer)
         norm, at = self.norm.param("norm", f"{at}ffn_norm.weight"), f"{at}feed_forward."
         if not self.sparse[index]:
@@ -136,22 +99,6 @@ class ConvHybrid(Decoder):
         for expert in range(self.router.experts):
             own = self.expert.params(f"{at}experts.{expert}.", _NAMES)
             yield expert_block(index, expert, *own)
-
-    @override
-    def layer(
-        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
-    ) -> Tensor:
-        mixer = self.attention if self.attends[index] else self.conv
-        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = mixer(hidden, index, step, params, kv)
-        if not self.sparse[index]:
-            with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-                return self.ffn(hidden, x, params)
-        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x = self.norm.add(hidden, x, params["norm"])
-            routing = self.router(x, params)
-        request_experts(x, routing, hidden, index, self.expert, weights)
-        return hidden + routed_experts(x, routing, index, self.expert, weights)
 
 
 class Lfm2(ConvHybrid):

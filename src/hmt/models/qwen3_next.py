@@ -7,19 +7,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
-from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Weights
+from hmt.contracts.blocks import BlockSpec, ParamSpec, Role
 from hmt.kernels import ops
 from hmt.layers import (
     GatedAttention,
     GatedDeltaNet,
+    Params,
     ResidualFFN,
     RMSNorm,
     SoftmaxRouter,
-    add_routed_experts,
     project,
-    request_experts,
 )
 from hmt.models.config import (
     Config,
@@ -31,16 +28,18 @@ from hmt.models.config import (
     require,
     rotary,
 )
-from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
+from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
+from hmt.models.hybrid import Hybrid, convolution_taps
 
-_MOST_TAPS = 64  # of a convolution; published models have 4
 
-
-class DeltaHybrid(Decoder):
+class DeltaHybrid(Hybrid):
     """What Qwen3-Next and Qwen3.5 share: each layer has a delta net or gated attention.
 
     Behind it a dense network, or routed experts and one that all tokens share, which is gated.
     """
+
+    recurrent: GatedDeltaNet
+    router: SoftmaxRouter
 
     def __init__(
         self,
@@ -66,18 +65,18 @@ class DeltaHybrid(Decoder):
                 head_norm=head_norm,
             )
         )
-        self.delta = GatedDeltaNet(
+        self.recurrent = GatedDeltaNet(
             config.hidden_size,
             _delta_heads(config),
             self.norm,
-            config.linear_conv_kernel_dim,
+            convolution_taps(config, "linear_conv_kernel_dim"),
             config.rms_norm_eps,
             grouped,
         )
         kinds = layer_kinds(config, "full_attention", "linear_attention")
         self.attends = [kind == "full_attention" for kind in kinds]
         self.sparse = list(sparse)
-        widths = [self.attention.activation_width, self.delta.activation_width]
+        widths = [self.attention.activation_width, self.recurrent.activation_width]
         if not all(sparse):
             self.ffn = ResidualFFN(gated_ffn(config), self.norm)
             widths.append(self.ffn.activation_width)
@@ -90,7 +89,7 @@ class DeltaHybrid(Decoder):
             dtype,
             norm=self.norm,
             kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.delta.state for attends in self.attends],
+            state=[() if attends else self.recurrent.state for attends in self.attends],
             activation_width=max(widths),
             router=router,
             ignored=(r"^mtp\.",),
@@ -111,7 +110,7 @@ class DeltaHybrid(Decoder):
         if self.attends[index]:
             mixer = self.attention.params(f"{at}self_attn.")
         else:
-            mixer = self.delta.params(f"{at}linear_attn.")
+            mixer = self.recurrent.params(f"{at}linear_attn.")
         norm = self.norm.param("norm", f"{at}input_layernorm.weight")
         yield attention_block(index, norm, *mixer)
         norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
@@ -130,23 +129,9 @@ class DeltaHybrid(Decoder):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
 
     @override
-    def layer(
-        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
-    ) -> Tensor:
-        mixer = self.attention if self.attends[index] else self.delta
-        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = mixer(hidden, index, step, params, kv)
-        if not self.sparse[index]:
-            with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-                return self.ffn(hidden, x, params)
-        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x = self.norm.add(hidden, x, params["norm"])
-            routing = self.router(x, params)
-            # On their way while the shared one computes.
-            request_experts(x, routing, hidden, index, self.expert, weights)
-            shared = self.shared(x, params)
-            shared = ops.sigmoid_gated(shared, project(x, params, "shared_gate"))
-        return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
+    def shared_expert(self, x: Tensor, params: Params) -> Tensor:
+        gate = project(x, params, "shared_gate")
+        return ops.sigmoid_gated(self.shared(x, params), gate)
 
 
 class Qwen3Next(DeltaHybrid):
@@ -167,10 +152,5 @@ def _delta_heads(config: Config) -> ops.DeltaHeads:
     if values % keys:
         raise CheckpointError(
             f"{values} value heads of linear attention cannot share {keys} key heads evenly"
-        )
-    if not 2 <= config.linear_conv_kernel_dim <= _MOST_TAPS:
-        raise CheckpointError(
-            f"linear_conv_kernel_dim is {config.linear_conv_kernel_dim}; it must be from 2 to "
-            f"{_MOST_TAPS}"
         )
     return ops.DeltaHeads(keys, values, config.linear_key_head_dim, config.linear_value_head_dim)

@@ -84,7 +84,7 @@ def _load(load: Load) -> Iterator[Metric]:
     yield GaugeMetricFamily("hmt_waiting", "Answers that wait for room", value=load.waiting)
     free = load.free_tokens // PAGE_TOKENS
     pages = {"free": free, "reserved": load.capacity_tokens // PAGE_TOKENS - free}
-    yield _labelled(GaugeMetricFamily, "hmt_kv_pages", "Pages of keys and values", "state", pages)
+    yield _labelled(GaugeMetricFamily, "hmt_kv_pages", "Pages of the KV cache", "state", pages)
     yield GaugeMetricFamily(
         "hmt_pressure", "How scarce pages are: 0 easy, 1 tight, 2 short", value=load.pressure
     )

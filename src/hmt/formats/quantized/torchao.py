@@ -158,7 +158,7 @@ def _add_nvfp4(
     groups = 2 * pairs // 16
     scales = found.check(_array(found, module, "scale"), ("F8_E4M3",))
     if fields.get("is_swizzled_scales") is not False:
-        _add_swizzled(found, module, (rows, 2 * pairs), parts, scales, groups)
+        _add_swizzled(found, module, (rows, 2 * pairs), parts, scales, 16)
         return
     parts["scales"] = by_rows(found.check(scales, ("F8_E4M3",), (rows, groups)), rows)
     found.add(f"{module}.weight", "nvfp4", (rows, 2 * pairs), parts, divides=False)
@@ -174,7 +174,7 @@ def _add_mxfp8(
         raise found.refuse(asked, "MXFP8 in blocks of 32")
     if fields.get("is_swizzled_scales") is not False:
         parts = {"weight": by_rows(codes, rows)}
-        _add_swizzled(found, module, (rows, columns), parts, scales, columns // 32)
+        _add_swizzled(found, module, (rows, columns), parts, scales, MXFP8_TILE[1])
         return
     found.add_fp8(f"{module}.weight", codes, scales, MXFP8_TILE)
 
@@ -185,13 +185,15 @@ def _add_swizzled(
     shape: tuple[int, int],
     parts: dict[str, PublishedPart],
     scales: TensorRecord,
-    groups: int,
+    group_size: int,
 ) -> None:
-    """Scales that lie in blocks of 128 rows and 4 groups."""
+    """Scales of groups of 16 (NVFP4) or 32 (MXFP8) that lie in blocks of 128 rows and 4 groups."""
+    groups, left = divmod(shape[1], group_size)
     high, wide = -(-shape[0] // 128), -(-groups // 4)
-    size = 16 if parts.keys() == {"codes", "factor"} else 32
-    if scales.nbytes != 512 * high * wide or shape[1] != groups * size:
+    if scales.nbytes != 512 * high * wide or left:
         found.check(scales, (scales.dtype,), (32 * high, 16 * wide))
-        raise found.refuse(f"{module}.weight {list(shape)}", f"rows of whole groups of {size}")
+        asked = f"{module}.weight {list(shape)}"
+        raise found.refuse(asked, f"rows of whole groups of {group_size}")
     parts["scales"] = whole(scales)
-    found.add(f"{module}.weight", "torchao blocks", shape, parts, groups=groups, nvfp4=size == 16)
+    nvfp4 = group_size != MXFP8_TILE[1]
+    found.add(f"{module}.weight", "torchao blocks", shape, parts, groups=groups, nvfp4=nvfp4)

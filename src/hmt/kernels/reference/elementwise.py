@@ -107,8 +107,8 @@ def rope_inplace(
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), in f32, the same for a number wherever it stands.
 
-    torch's own has code of its own for what is left of a tensor behind whole vectors, and rounds
-    otherwise there: a token's result would depend on how many others are computed with it.
+    torch.sigmoid computes the end of a tensor, behind the last whole vector, by other code, which
+    rounds otherwise: a token's result would depend on how many others are computed with it.
     """
     return 1 / (1 + torch.exp(-x.float().contiguous()))
 

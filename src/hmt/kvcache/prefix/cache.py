@@ -22,7 +22,7 @@ _MOST_UNSAVED = 256  # sequences, of which those that ended first are not saved
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A sequence in the cache, of whose positions the first `held` have keys and values."""
+    """A sequence in the cache, of whose positions the first `held` have KV."""
 
     sequence: int
     held: int

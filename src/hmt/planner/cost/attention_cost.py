@@ -15,7 +15,7 @@ from hmt.planner.cost.workload import LayerWork
 class AttentionWork:
     """Of a step's tokens in one layer.
 
-    nbytes       of keys and values, and of recurrent state
+    nbytes       of the KV cache, and of recurrent state
     operations   of tokens attending, and advancing state
     expanding    operations of products that make keys and values of latents
     """

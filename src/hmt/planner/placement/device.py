@@ -49,7 +49,7 @@ _WIDE = (BlockKind.FFN, BlockKind.EXPERT)
 class _Layer:
     """A layer as the device sees it.  Its sums are made once, when it is complete.
 
-    core   what attention needs, keys and values and recurrent state included
+    core   what attention needs, KV cache and recurrent state included
     wide   its feed-forward network, or its experts
     """
 

@@ -32,7 +32,7 @@ DemandFor = Callable[[str | None, int], Demand]
 
 
 def positions_of(users: int, context: int) -> int:
-    """Of the KV cache, for so many sequences of that length: each has whole pages of its own."""
+    """Of the KV cache, for so many sequences of that length: each takes whole pages."""
     return context if users == 1 else users * round_up(context, PAGE_TOKENS)
 
 

@@ -1,0 +1,76 @@
+"""What hybrids share: attention in some layers, and a mixer with recurrent state in the others."""
+
+from torch import Tensor
+from typing_extensions import override
+
+from hmt.base.errors import CheckpointError
+from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.layers import (
+    Attention,
+    GatedAttention,
+    GatedDeltaNet,
+    GatedFFN,
+    Params,
+    ResidualFFN,
+    RMSNorm,
+    Router,
+    ShortConv,
+    add_routed_experts,
+    request_experts,
+    routed_experts,
+)
+from hmt.models.config import Config
+from hmt.models.decoder import Decoder
+
+_MOST_TAPS = 64  # that the kernels hold; published models have 3 or 4
+
+
+class Hybrid(Decoder):
+    """A decoder whose layers attend or are recurrent; behind that a dense network or experts.
+
+    attends   which layers attend
+    sparse    which layers have experts
+    """
+
+    norm: RMSNorm
+    attention: Attention | GatedAttention
+    recurrent: GatedDeltaNet | ShortConv
+    ffn: ResidualFFN
+    router: Router
+    expert: GatedFFN
+    attends: list[bool]
+    sparse: list[bool]
+
+    def shared_expert(self, x: Tensor, params: Params) -> Tensor | None:
+        """What an expert that all tokens share gives for x [tokens, hidden_size]; None without."""
+        return None
+
+    @override
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        mixer = self.attention if self.attends[index] else self.recurrent
+        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
+            x = mixer(hidden, index, step, params, kv)
+        if not self.sparse[index]:
+            with weights.lease(BlockId(index, BlockKind.FFN)) as params:
+                return self.ffn(hidden, x, params)
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            x = self.norm.add(hidden, x, params["norm"])
+            routing = self.router(x, params)
+            # On their way while the shared one computes.
+            request_experts(x, routing, hidden, index, self.expert, weights)
+            shared = self.shared_expert(x, params)
+        if shared is None:
+            return hidden + routed_experts(x, routing, index, self.expert, weights)
+        return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
+
+
+def convolution_taps(config: Config, name: str) -> int:
+    """Field `name`: positions that a convolution over time sees.  Raises CheckpointError."""
+    taps = getattr(config, name)
+    if not 2 <= taps <= _MOST_TAPS:
+        raise CheckpointError(f"{name} is {taps}; it must be from 2 to {_MOST_TAPS}")
+    return int(taps)
