@@ -91,8 +91,8 @@ class Panels:
     memory: tuple
     arguments: tuple
 
-    def native(self, int8: bool):
-        return native.make_weight(*self.arguments, int8, 0)
+    def native(self, int8: bool, scale_columns: int = 0):
+        return native.make_weight(*self.arguments, int8, scale_columns, 0)
 
     def numbers(self) -> np.ndarray:
         """f32, each product and sum rounded."""
@@ -157,10 +157,12 @@ def random_panels(
     )
 
 
-def linear(w: Panels, x: torch.Tensor, int8: bool, threads: int = 1) -> torch.Tensor:
+def linear(
+    w: Panels, x: torch.Tensor, int8: bool, threads: int = 1, scale_columns: int = 0
+) -> torch.Tensor:
     out = torch.full((x.shape[0], w.rows), float("nan"))
     native.linear(
-        (w.native(int8),),
+        (w.native(int8, scale_columns),),
         x.data_ptr(),
         TYPES[x.dtype],
         *x.shape,
@@ -173,29 +175,34 @@ def linear(w: Panels, x: torch.Tensor, int8: bool, threads: int = 1) -> torch.Te
     return out
 
 
-def rounded(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens as int8 codes and scales."""
-    values = x.float().numpy()
-    scales = np.abs(values).max(1) / np.float32(127)
+def rounded(x: torch.Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens as int8 codes, and scales [tokens, columns / width]."""
+    values = x.float().numpy().reshape(len(x), -1, width)
+    scales = np.abs(values).max(2) / np.float32(127)
     divisors = np.where(scales > 0, scales, np.float32(1))
-    codes = np.clip(values / divisors[:, None], -127, 127)
-    return np.rint(codes).astype(np.int64), scales
+    codes = np.clip(values / divisors[..., None], -127, 127)
+    return np.rint(codes).astype(np.int64).reshape(x.shape), scales
 
 
-def integer_product(w: Panels, x: torch.Tensor) -> np.ndarray:
-    """The product of int8 activations, to the bit."""
-    codes, scales = rounded(x)
+def integer_product(w: Panels, x: torch.Tensor, scale_columns: int = 0) -> np.ndarray:
+    """The product of int8 activations, to the bit; scales are of tokens, or of groups in them."""
+    codes, scales = rounded(x, scale_columns or w.columns)
+    token_scales = np.ones(len(x), np.float32) if scale_columns else scales[:, 0]
     total = np.zeros((x.shape[0], w.rows), dtype=np.float32)
     for group in range(w.columns // w.group):
         span = slice(group * w.group, (group + 1) * w.group)
         dots = (codes[:, span].astype(np.float64) @ w.codes[:, span].T.astype(np.float64)).astype(
             np.float32
         )
-        total = total + dots * w.scales[:, group]
+        sums = codes[:, span].sum(1).astype(np.float32)
+        products = w.scales[None, :, group]
+        if scale_columns:
+            products = products * scales[:, group, None]
+            sums = sums * scales[:, group]
+        total = total + dots * products
         if w.minima is not None:
-            sums = codes[:, span].sum(1).astype(np.float32)
             total = total + sums[:, None] * w.minima[:, group]
-    return total * scales[:, None]
+    return total * token_scales[:, None]
 
 
 CASES = [
@@ -245,6 +252,14 @@ def test_int8_products_equal_the_definition_to_the_bit(isa, kind, group, scales)
     for tokens, rows in SIZES:
         w, x, expected = integer_case(kind, group, scales, tokens, rows)
         assert torch.equal(linear(w, x, int8=True, threads=1 + tokens % 2), expected)
+
+
+@pytest.mark.parametrize(("kind", "scales"), [(kind, s) for kind, g, s in CASES if g == 32])
+def test_products_with_a_scale_per_group_equal_the_definition_to_the_bit(isa, kind, scales):
+    for tokens, rows in SIZES:
+        w, x, _ = integer_case(kind, 32, scales, tokens, rows)
+        expected = torch.from_numpy(integer_product(w, x, 32))
+        assert torch.equal(linear(w, x, True, 1 + tokens % 2, scale_columns=32), expected)
 
 
 @pytest.mark.parametrize(("kind", "group", "scales"), CASES)
@@ -387,9 +402,9 @@ def test_tokens_are_rounded_as_defined(isa, columns):
     for dtype in TYPES:
         given = x.to(dtype)[[0, 1, 4, 5]] if dtype is torch.float16 else x.to(dtype)
         codes, scales = quantized(given)
-        expected, expected_scales = rounded(given)
+        expected, expected_scales = rounded(given, columns)
         assert np.array_equal(codes.numpy(), expected)
-        assert np.array_equal(scales.numpy(), expected_scales)
+        assert np.array_equal(scales.numpy(), expected_scales[:, 0])
 
 
 def test_numbers_that_are_none_end_up_in_the_scale(isa):

@@ -72,6 +72,7 @@ class Rows:
             self.factor,
             int8_activations,
             0,
+            0,
         )
 
     def spread_scales(self) -> Tensor:
