@@ -1,5 +1,7 @@
 """Experts for many tokens: sorted by expert, and each expert's multiplied on tensor cores."""
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from hmt.kernels.triton.gemm.tile_weights import nibble_numbers, panel_codes, pa
 from hmt.kernels.triton.moe.biases import DOWN, UP, biases
 from hmt.kernels.triton.moe.grouped_wgmma_launch import experts_by_several, takes_experts
 from hmt.kernels.triton.moe.matrix_format import matrix_form
-from hmt.kernels.triton.moe.permute import combine, sort_pairs
+from hmt.kernels.triton.moe.permute import SortedPairs, combine, sort_pairs
 from hmt.kernels.triton.moe.weight_table import ExpertMatrix, ExpertTable
 from hmt.kernels.triton.weight_codes import pointers
 
@@ -244,28 +246,34 @@ def _down_kernel(
 
 def experts_by_tiles(
     x: Tensor,
-    table: ExpertTable,
+    tables: Iterable[tuple[ExpertTable, bool]],
     chosen: Tensor,
     scales: Tensor,
     activation: str,
     total: Tensor | None,
-    last: bool,
 ) -> Tensor:
-    """See `experts.experts_by_table`."""
+    """`experts_by_table` for tables of some experts each, of which only the last may be `last`."""
+    sorted_pairs: dict[int, SortedPairs] = {}  # the same for all tables, by the first token
     tokens, top = chosen.shape
-    width, hidden = table.gate.shape[0], table.down.shape[0]
-    out = total
-    if last or out is None:
-        out = torch.empty(tokens, hidden, dtype=x.dtype if last else torch.float32, device=x.device)
-    part = max(64, EXPERT_WORKSPACE_BYTES // (top * (width + hidden) * x.itemsize))
-    by_parts = experts_by_several if takes_experts(x, table, activation) else _some_tokens
-    for start in range(0, tokens, part):
-        some = slice(start, start + part)
-        by_parts(
-            x[some], table, chosen[some], scales[some], activation,
-            None if total is None else total[some], out[some], last,
-        )  # fmt: skip
-    return out
+    for table, last in tables:
+        width, hidden = table.gate.shape[0], table.down.shape[0]
+        out = total
+        if last or out is None:
+            dtype = x.dtype if last else torch.float32
+            out = torch.empty(tokens, hidden, dtype=dtype, device=x.device)
+        part = max(64, EXPERT_WORKSPACE_BYTES // (top * (width + hidden) * x.itemsize))
+        by_parts = experts_by_several if takes_experts(x, table, activation) else _some_tokens
+        for start in range(0, tokens, part):
+            some = slice(start, start + part)
+            if start not in sorted_pairs:
+                sorted_pairs[start] = sort_pairs(chosen[some], table.experts)
+            by_parts(
+                x[some], table, chosen[some], scales[some], activation, sorted_pairs[start],
+                None if total is None else total[some], out[some], last,
+            )  # fmt: skip
+        total = out
+    assert total is not None, "no experts"
+    return total
 
 
 def _some_tokens(
@@ -274,6 +282,7 @@ def _some_tokens(
     chosen: Tensor,
     scales: Tensor,
     activation: str,
+    sorted_pairs: SortedPairs,
     total: Tensor | None,
     out: Tensor,
     last: bool,
@@ -283,7 +292,7 @@ def _some_tokens(
     width, hidden = table.gate.shape
     gate, down = matrix_form(table.gate), matrix_form(table.down)
     result = gate.kind_of(x.dtype)
-    order, begins, counts = sort_pairs(chosen, table.experts)
+    order, begins, counts = sorted_pairs
     x = by_nibbles(x) if takes_nibbles(table.gate) else x
     inputs = prepare(x, 1 if table.gate.takes_codes else 0)[0]
     numbers = inputs.numbers.view(tokens, hidden)

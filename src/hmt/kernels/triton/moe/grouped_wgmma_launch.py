@@ -11,7 +11,7 @@ from hmt.kernels.triton.activations import prepare
 from hmt.kernels.triton.elementwise.rope_gate import ACTIVATIONS
 from hmt.kernels.triton.gemm.wgmma_launch import is_hopper
 from hmt.kernels.triton.moe.matrix_format import matrix_form
-from hmt.kernels.triton.moe.permute import combine, sort_pairs, tiles_of
+from hmt.kernels.triton.moe.permute import SortedPairs, combine, tiles_of
 from hmt.kernels.triton.moe.weight_table import PARTS, ExpertMatrix, ExpertTable
 
 _MOST_TOGETHER = 128
@@ -42,6 +42,7 @@ def experts_by_several(
     chosen: Tensor,
     scales: Tensor,
     activation: str,
+    sorted_pairs: SortedPairs,
     total: Tensor | None,
     out: Tensor,
     last: bool,
@@ -53,7 +54,7 @@ def experts_by_several(
     pairs = tokens * top
     width, hidden = table.gate.shape
     x, x_scales = _inputs(x, table.gate)
-    order, begins, counts = sort_pairs(chosen, table.experts)
+    order, begins, counts = sorted_pairs
     together = tokens_together(tokens, top, table.experts)
     tiles = tiles_of(counts, table, pairs, together)
     h = torch.empty(pairs, width, dtype=torch.bfloat16, device=x.device)

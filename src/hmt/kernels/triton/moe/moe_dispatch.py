@@ -59,7 +59,7 @@ def experts_by_table(
     tokens, top = chosen.shape
     if cut is not None or _are_few(table, tokens, top, several):
         return experts_by_pairs(x, table, chosen, scales, activation, total, last, cut)
-    return experts_by_tiles(x, table, chosen, scales, activation, total, last)
+    return experts_by_tiles(x, [(table, last)], chosen, scales, activation, total)
 
 
 def _experts_in_blocks(
@@ -77,10 +77,8 @@ def _experts_in_blocks(
     tokens, top = chosen.shape
     if tokens * top <= _PAIRS_OF_BLOCKS * _distinct(table, tokens, top):
         return experts_by_pairs(x, table, chosen, scales, activation, total, last)
-    for some, are_last in unpacked_groups(table, x.dtype):
-        total = experts_by_tiles(x, some, chosen, scales, activation, total, last=last and are_last)
-    assert total is not None
-    return total
+    groups = ((some, last and are_last) for some, are_last in unpacked_groups(table, x.dtype))
+    return experts_by_tiles(x, groups, chosen, scales, activation, total)
 
 
 def experts(

@@ -32,7 +32,11 @@ def _sort_kernel(chosen, order, begins, counts, pairs, CHUNK: tl.constexpr):
     tl.store(counts + expert, found)
 
 
-def sort_pairs(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+# What `sort_pairs` gives.
+SortedPairs = tuple[Tensor, Tensor, Tensor]
+
+
+def sort_pairs(chosen: Tensor, experts: int) -> SortedPairs:
     """Pairs of chosen [tokens, top_k], contiguous, by expert: (order, begins, counts), all int32.
 
     order [pairs] holds pair numbers token * top_k + slot; those of expert e are

@@ -6,6 +6,7 @@ in ascending order, and each group is multiplied as experts of floats are.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import triton
@@ -37,22 +38,68 @@ def unpacked_groups(table: ExpertTable, dtype: torch.dtype) -> Iterator[tuple[Ex
     group = max(1, min(table.experts, most))
     where = table.addresses.device
     memory = torch.empty(group, sum(sizes), dtype=dtype, device=where)
+    begins = tuple(sum(sizes[:index]) for index in range(len(sizes)))
     forms = [_unpacked(m, dtype) if m.in_blocks else _by_itself(m) for m in matrices]
-    expert = torch.arange(table.experts, device=where)
-    nothing = torch.zeros_like(expert)
+    parts = _part_sources(matrices, begins, dtype.itemsize, where)
     for first in range(0, table.experts, group):
-        inside = (expert >= first) & (expert < first + group)
-        rows: list[Tensor] = []
         for index, matrix in enumerate(matrices):
-            parts = [_addresses(table, index, part) for part in range(len(PARTS))]
             if matrix.in_blocks:
-                numbers = memory[: table.experts - first, sum(sizes[:index]) :]
-                _unpack(numbers, table, index, matrix, first)
-                places = numbers.data_ptr() + (expert - first) * (sum(sizes) * dtype.itemsize)
-                data = torch.where(parts[0] != 0, places, nothing)
-                parts = [data, nothing, nothing, nothing, parts[_BIAS]]
-            rows += [torch.where(inside, part, nothing) for part in parts]
-        yield ExpertTable(torch.stack(rows), *forms), first + group >= table.experts
+                _unpack(
+                    memory[: table.experts - first, begins[index] :], table, index, matrix, first
+                )
+        addresses = torch.empty(len(parts), table.experts, dtype=torch.int64, device=where)
+        _group_kernel[(triton.cdiv(table.experts, _EXPERTS),)](
+            table.addresses, table.part_stride, addresses, parts, memory, memory.stride(0),
+            table.experts, first, group, PARTS=len(parts),
+            ROWS=triton.next_power_of_2(len(parts)), EXPERTS=_EXPERTS, num_warps=4,
+        )  # fmt: skip
+        yield ExpertTable(addresses, *forms), first + group >= table.experts
+
+
+_EXPERTS = 32  # of a program
+# Kinds of parts of a group.
+_ABSENT, _UNPACKED, _IN_PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@lru_cache(maxsize=256)
+def _part_sources(
+    matrices: tuple[ExpertMatrix, ...], begins: tuple[int, ...], itemsize: int, where: torch.device
+) -> Tensor:
+    """Where each part of a group's table comes from: int64 [parts, 2] on the device.
+
+    Kind and offset in bytes, from the expert's numbers that were unpacked or the part itself.
+    """
+    rows = []
+    for matrix, begin in zip(matrices, begins, strict=True):
+        for part, offset in enumerate(matrix.offsets):
+            if not matrix.in_blocks or part == _BIAS:
+                rows.append((_IN_PLACE.value, offset))
+            else:
+                unpacked = (_UNPACKED.value, begin * itemsize)
+                rows.append(unpacked if part == 0 else (_ABSENT.value, 0))
+    return torch.tensor(rows, dtype=torch.int64).to(where)
+
+
+# A launch for each group: with torch's operations it took the CPU a hundred, and prompts of a
+# mixture of experts in blocks waited for the CPU most of the time.
+@triton.jit(do_not_specialize=["first", "group"])
+def _group_kernel(
+    table, part_stride, addresses, parts, memory, expert_numbers, experts, first, group,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Axis 0: EXPERTS experts.  `parts` of `_part_sources`; `addresses` [parts, experts]."""
+    part = tl.arange(0, ROWS)[:, None]
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[None, :]
+    known = (part < PARTS) & (expert < experts)
+    kind = tl.load(parts + part * 2, mask=part < PARTS, other=0)
+    offset = tl.load(parts + part * 2 + 1, mask=part < PARTS, other=0)
+    lies = tl.load(table + part * part_stride + expert, mask=known, other=0)
+    numbers = memory + (expert - first).to(tl.int64) * expert_numbers
+    unpacked = numbers.to(tl.int64) + offset
+    here = (expert >= first) & (expert < first + group) & (lies != 0)
+    address = tl.where(kind == _UNPACKED, unpacked, 0)
+    address = tl.where(kind == _IN_PLACE, lies + offset, address)
+    tl.store(addresses + part * experts + expert, tl.where(here, address, 0), mask=known)
 
 
 def _unpacked(matrix: ExpertMatrix, dtype: torch.dtype) -> ExpertMatrix:
@@ -63,15 +110,6 @@ def _unpacked(matrix: ExpertMatrix, dtype: torch.dtype) -> ExpertMatrix:
 def _by_itself(matrix: ExpertMatrix) -> ExpertMatrix:
     """Of parts that have addresses of their own."""
     return replace(matrix, offsets=(0,) * len(PARTS))
-
-
-def _addresses(table: ExpertTable, index: int, part: int) -> Tensor:
-    """Of one part of a matrix: int64 [experts], 0 for experts that are not here."""
-    matrix = (table.gate, table.up, table.down)[index]
-    if table.part_stride == 0:
-        base = table.addresses
-        return torch.where(base != 0, base + matrix.offsets[part], 0)
-    return table.addresses[index * len(PARTS) + part] + matrix.offsets[part]
 
 
 def _unpack(out: Tensor, table: ExpertTable, index: int, matrix: ExpertMatrix, first: int) -> None:
