@@ -137,7 +137,9 @@ def _hmt(file: Path, setting: Setting, options: Mapping[str, Any], rates: Rates)
             ids = torch.randint(2, vocabulary, (prompt,), generator=generator).tolist()
             return Request(ids, tokens, ignore_eos=True)
 
-        model.infer(request(setting.prompt, 8))  # warms up, as llama-bench does
+        # Warms both up, as llama-bench does: the first steps of decoding are compiled and captured.
+        model.infer(request(setting.prompt, 8))
+        model.infer(request(8, setting.tokens + 1))
         before = model.summary()
         model.infer(request(setting.prompt, 1))
         read = model.summary()

@@ -99,22 +99,26 @@ class HostExpertPlaces:
         activation: str,
         total: Tensor | None = None,
         cut: Tensor | None = None,
+        *,
+        last: bool = False,
+        among: range | None = None,
     ) -> Tensor:
         """`total`, which is changed, and what experts add that have an address in `here`.
 
-        f32 [tokens, hidden]; int64 [experts].  cut: see `ExpertShares`, where there are `cuts`; its
-        slots hold finite numbers everywhere.
+        f32 [tokens, hidden], in x.dtype with the `last`; int64 [experts].
+        cut     see `ExpertShares`, where there are `cuts`; its slots hold finite numbers everywhere
+        among   experts outside of it have no address; None: any may have one
         """
         if self._table is not None:
             table = replace(self._table, addresses=here)
             out: Tensor = self._backend.experts_by_table(
-                x, table, chosen, scales, activation, total, last=False, cut=cut
+                x, table, chosen, scales, activation, total, last=last, cut=cut, among=among
             )
             return out
         given = [(e, self.view(e, address)) for e, address in enumerate(here.tolist()) if address]
         if not given and total is None:
-            return torch.zeros(x.shape, dtype=torch.float32)
-        return ops.experts(x, given, chosen, scales, activation, total, last=False)
+            return torch.zeros(x.shape, dtype=x.dtype if last else torch.float32)
+        return ops.experts(x, given, chosen, scales, activation, total, last=last)
 
 
 def scattered(given: Sequence[Expert], where: torch.device) -> Callable[..., Tensor]:

@@ -68,12 +68,13 @@ def experts(
 def scattered_experts(given: Sequence[Expert], where: torch.device) -> Callable[..., Tensor]:
     """What computes experts 0, 1, .. on the device `where`, of which each part lies anywhere.
 
-    Takes x [tokens, hidden], chosen, scales and the activation, and gives f32 [tokens, hidden].
+    Takes x [tokens, hidden], chosen, scales and the activation, and gives [tokens, hidden] in
+    x.dtype.
     Raises ValueError where no kernel computes on them.
     """
 
     def compute(x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
-        return experts(x, given, chosen, scales, activation, last=False)
+        return experts(x, given, chosen, scales, activation)
 
     return compute
 

@@ -24,11 +24,21 @@ from hmt.kernels.triton.elementwise.norms import (
     add_rms_norm,
     add_rms_norm_quantize,
     rms_norm,
+    rms_norm_blocks,
     rms_norm_inplace,
     rms_norm_quantize,
 )
 from hmt.kernels.triton.elementwise.rope_gate import ACTIVATIONS, rope_inplace
-from hmt.kernels.triton.gemm.dispatch import agree, linear, linear_add, linear_gated, linear_many
+from hmt.kernels.triton.gemm.block_dots import BlockTokens
+from hmt.kernels.triton.gemm.dispatch import (
+    Rounded,
+    agree,
+    linear,
+    linear_add,
+    linear_gated,
+    linear_many,
+)
+from hmt.kernels.triton.gemm.gemv_blocks import takes_blocks
 from hmt.kernels.triton.gemm.gemv_w4_launch import Norm, Turn, multiply_one, takes_one_token
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 
@@ -96,9 +106,16 @@ def _normed_input(
     params: Mapping[str, WeightTensor],
     norm: NormOptions,
     names: Sequence[str],
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """The norm of hidden += x, and its `quantize_activations` where weights `names` want that."""
+) -> tuple[Tensor, Rounded | None]:
+    """The norm of hidden += x, and it rounded to int8 where weights `names` want that."""
     by, eps, offset = params["norm"].data, norm.eps, norm.offset
+    if all(
+        takes_blocks(hidden, w) and w.activations.are_integers for w in (params[n] for n in names)
+    ):
+        given, residual = (hidden, None) if x is None else (x, hidden)
+        made = rms_norm_blocks(given, by, eps, offset=offset, residual=residual)
+        if made is not None:
+            return made[0], BlockTokens(*made[1:], rounded=True)
     int8 = any(params[name].activations is Activations.INT8_TOKEN for name in names)
     if int8 and hidden.shape[1] % 64 == 0:  # so that codes are not padded
         if x is None:

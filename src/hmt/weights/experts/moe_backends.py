@@ -117,7 +117,7 @@ class ResidentExperts:
     """Implements MoeBackend where all of a layer's experts stay on the device."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor, Tensor, str], Tensor]) -> None:
-        """`compute` takes x, chosen, scales and the activation, and gives f32 [tokens, hidden]."""
+        """`compute` takes x, chosen, scales and the activation; [tokens, hidden] in x.dtype."""
         self._compute = compute
 
     def begin(
@@ -126,7 +126,7 @@ class ResidentExperts:
         """See MoeBackend."""
 
         def end(added: Added | None = None) -> Tensor:
-            return _sum_of(self._compute(x, chosen, scales, activation).to(x.dtype), added)
+            return _sum_of(self._compute(x, chosen, scales, activation), added)
 
         return end
 
@@ -161,7 +161,10 @@ class StreamedExperts:
         for group in self._stream(self._blocks):
             if self._places.has_table:
                 here = self._table([(index, address) for index, _, address in group], x.device)
-                total = self._places.compute(x, here, chosen, scales, activation, total)
+                among = range(group[0][0], group[-1][0] + 1)  # they are in ascending order
+                total = self._places.compute(
+                    x, here, chosen, scales, activation, total, among=among
+                )
             else:
                 given = [
                     (index, self._places.view(index, address) if params is None else params)
@@ -328,7 +331,9 @@ def _resident_backends(
 def _in_blocks(
     places: HostExpertPlaces, here: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor, str], Tensor]:
-    return lambda x, chosen, scales, activation: places.compute(x, here, chosen, scales, activation)
+    return lambda x, chosen, scales, activation: places.compute(
+        x, here, chosen, scales, activation, last=True
+    )
 
 
 class _HybridMaker:

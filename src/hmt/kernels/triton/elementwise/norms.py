@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hmt.contracts.encoding import ACTIVATION_BLOCK
 from hmt.kernels import reference
 from hmt.kernels.triton.device_math import rounded, token_codes
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
@@ -22,7 +23,11 @@ def _norm_kernel(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, STRIDE: tl.constexpr,
     ADD: tl.constexpr, GEMMA: tl.constexpr, QUANTIZE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of `rows`; row r lies at (r // heads) * x_row + (r % heads) * x_head."""
+    """ROWS rows of `rows`; row r lies at (r // heads) * x_row + (r % heads) * x_head.
+
+    QUANTIZE   "tokens": codes with a scale per row; "blocks": as `block_tokens`, STRIDE blocks; or
+               "", no codes
+    """
     next_may_begin(DEPENDENT)
     kind: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -47,7 +52,7 @@ def _norm_kernel(
     normed = normed.to(out.dtype.element_ty)
     to = row // heads * out_row + row % heads * out_head + column
     tl.store(out + to, normed, mask=inside)
-    if QUANTIZE:
+    if QUANTIZE == "tokens":
         wide = tl.where(inside, normed.to(tl.float32), 0.0)
         code, scale = token_codes(wide, 1)
         padded = (row < rows) & (column < STRIDE)
@@ -57,6 +62,20 @@ def _norm_kernel(
         part = tl.arange(0, COLUMNS // 16)[None, :]
         kept = (row < rows) & (part < STRIDE // 16)
         tl.store(sums + row * (STRIDE // 16) + part, sixteen, mask=kept)
+    if QUANTIZE == "blocks":
+        BLOCKS: tl.constexpr = COLUMNS // 256
+        wide = tl.where(inside, normed.to(tl.float32), 0.0)
+        code, scale = token_codes(tl.reshape(wide, (ROWS, BLOCKS, 256)), 2)
+        its = row[:, :, None]
+        block = tl.arange(0, BLOCKS)[None, :, None]
+        there = (its < rows) & (block < STRIDE)
+        number = tl.arange(0, 256)[None, None, :]
+        word = (its * 64 + number // 4) * STRIDE + block
+        tl.store(codes + word * 4 + number % 4, code, mask=there)
+        tl.store(scales + its * STRIDE + block, scale, mask=there)
+        sixteen = tl.sum(tl.reshape(code.to(tl.int32), (ROWS, BLOCKS, 16, 16)), axis=3)
+        part = tl.arange(0, 16)[None, None, :]
+        tl.store(sums + (its * 16 + part) * STRIDE + block, sixteen, mask=there)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
@@ -105,6 +124,27 @@ def add_rms_norm_quantize(
     return _quantized(_rows_of(x), weight, eps, offset, residual)
 
 
+def rms_norm_blocks(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The norm of x [tokens, width], and the numbers, scales and sums of its `block_tokens`.
+
+    residual   is changed: what is normed is x added to it.
+    None for widths that are no multiple of 256 or too large, and for rows that lie oddly.
+    """
+    tokens, width = x.shape
+    fits = width % ACTIVATION_BLOCK == 0 and 0 < width <= _LARGEST_WIDTH and x.stride(1) == 1
+    if not fits or (residual is not None and not _can_add(residual, x)):
+        return None
+    blocks = width // ACTIVATION_BLOCK
+    out = torch.empty(tokens, width, dtype=x.dtype, device=x.device)
+    numbers = torch.empty(tokens, 64, blocks, 4, dtype=torch.int8, device=x.device)
+    scales = torch.empty(tokens, blocks, dtype=torch.float32, device=x.device)
+    sums = torch.empty(tokens, 16, blocks, dtype=torch.int32, device=x.device)
+    _launch(x, weight, eps, offset, out, residual, (numbers, scales, sums), "blocks", blocks)
+    return out, numbers, scales, sums
+
+
 def _rows_of(x: Tensor) -> Tensor:
     """x itself where its rows are contiguous and at most two strides lead to them."""
     return x if x.stride(-1) == 1 and x.dim() <= 3 else x.contiguous()
@@ -124,7 +164,7 @@ def _quantized(
     codes = torch.empty(tokens, stride, dtype=torch.int8, device=x.device)
     scales = torch.empty(tokens, dtype=torch.float32, device=x.device)
     sums = torch.empty(tokens, stride // 16, dtype=torch.int32, device=x.device)
-    _launch(x, weight, eps, offset, out, residual, (codes, scales, sums))
+    _launch(x, weight, eps, offset, out, residual, (codes, scales, sums), "tokens", stride)
     return out, codes, scales, sums
 
 
@@ -136,6 +176,8 @@ def _launch(
     out: Tensor,
     residual: Tensor | None = None,
     codes: tuple[Tensor, Tensor, Tensor] | None = None,
+    quantize: str = "",
+    stride: int = 16,
 ) -> None:
     width = x.shape[-1]
     rows = x.numel() // width if width else 0
@@ -153,8 +195,7 @@ def _launch(
         rows, heads, x_row, x_head, 0 if residual is None else residual.stride(0),
         out_row, out_head, eps, offset,
         WIDTH=width, COLUMNS=columns, ROWS=together,
-        STRIDE=16 if codes is None else codes[0].shape[1],
-        ADD=residual is not None, GEMMA=offset != 0, QUANTIZE=codes is not None,
+        STRIDE=stride, ADD=residual is not None, GEMMA=offset != 0, QUANTIZE=quantize,
         num_warps=_warps(columns * together), **dependent(x.device),
     )  # fmt: skip
 

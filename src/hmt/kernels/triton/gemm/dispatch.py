@@ -57,6 +57,10 @@ _CHUNK_BYTES = 256 * MIB  # of numbers made of weights at a time
 _TENSOR_CORE_FLOATS = (torch.float16, torch.bfloat16)
 
 
+# Activations rounded to int8: `quantize_activations`, or what the kernels of blocks take.
+Rounded = tuple[Tensor, Tensor] | BlockTokens
+
+
 def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear`: x [tokens, in] -> [tokens, out] in x.dtype."""
     if _is_plain(x, w) and not takes_numbers(x, w):
@@ -78,12 +82,12 @@ def linear_many(
     x: Tensor,
     params: Mapping[str, WeightTensor],
     names: tuple[str, ...],
-    rounded: tuple[Tensor, Tensor] | None = None,
+    rounded: Rounded | None = None,
 ) -> Tensor:
     """See `reference.linear_many`: x [tokens, in] -> [tokens, sum of all out] in x.dtype.
 
     If there are few tokens, up to three 4-bit weights of one encoding are one launch, and so are
-    all parts of one matrix of int8.  rounded: `quantize_activations(x)`, where it is known.
+    all parts of one matrix of int8.  rounded: what is known of x rounded to int8.
     """
     weights = [params[name] for name in names]
     found = [params.get(f"{name}_bias") for name in names]
@@ -142,7 +146,7 @@ def linear_gated(
     params: Mapping[str, WeightTensor],
     names: tuple[str, str],
     activation: str,
-    rounded: tuple[Tensor, Tensor] | None = None,
+    rounded: Rounded | None = None,
 ) -> Tensor:
     """`gated_pair` of `linear_many(x, params, names, rounded)`: in one launch for few tokens."""
     weights = [params[name] for name in names]
@@ -155,7 +159,8 @@ def linear_gated(
         found = [params.get(f"{name}_bias") for name in names]
         biases = [None if bias is None else bias.data for bias in found]
         x = x if x.stride(1) == 1 else x.contiguous()
-        multiply_blocks(out, x, weights, biases, activation=activation)
+        tokens = rounded if isinstance(rounded, BlockTokens) else None
+        multiply_blocks(out, x, weights, biases, tokens, activation=activation)
         return out
     if not (few and alike and _in_panels(w, kind) and activation in ACTIVATIONS):
         return gated_pair(linear_many(x, params, names, rounded), activation)
@@ -167,7 +172,7 @@ def linear_gated(
         return out
     codes, token_scales = x, None
     if w.activations is Activations.INT8_TOKEN:
-        codes, token_scales = rounded or quantize_activations(x)
+        codes, token_scales = rounded if isinstance(rounded, tuple) else quantize_activations(x)
     if all(wgmma_launch.takes_panels(codes, one) for one in weights):
         wgmma_launch.multiply_panels(
             out, codes, token_scales, weights, biases, activation=activation
@@ -182,7 +187,7 @@ def _write(
     x: Tensor,
     weights: Sequence[WeightTensor],
     biases: Sequence[Tensor | None],
-    rounded: tuple[Tensor, Tensor] | None = None,
+    rounded: Rounded | None = None,
     *,
     chunk: bool = False,
 ) -> None:
@@ -192,7 +197,8 @@ def _write(
     if x.stride(1) != 1:
         x = x.contiguous()
     at = column = 0
-    tokens: BlockTokens | None = None
+    tokens = rounded if isinstance(rounded, BlockTokens) else None
+    codes = rounded if isinstance(rounded, tuple) else None
     while at < len(weights):
         w = weights[at]
         count = 1
@@ -217,9 +223,9 @@ def _write(
         elif not some[2] and takes_one_token(x, some[0]):
             multiply_one(part, x, *some[:2])
         elif w.activations is Activations.INT8_TOKEN:
-            if rounded is None:
-                rounded = quantize_activations(x)
-            _multiply_int8(part, x, rounded, *some)
+            if codes is None:
+                codes = quantize_activations(x)
+            _multiply_int8(part, x, codes, *some)
         else:
             _multiply_floats(part, x, *some)
         at, column = at + count, column + rows

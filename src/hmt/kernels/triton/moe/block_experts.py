@@ -23,7 +23,8 @@ from hmt.kernels.triton.moe.matrix_format import MatrixForm
 from hmt.kernels.triton.moe.weight_table import ExpertMatrix, ExpertTable
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 
-_PAIRS = 4  # experts of a token that a program of down has at once
+# Experts of a token that a program of down has at once: as many as lanes do for.
+_PAIRS, _LANES = 8, 128
 _WARPS = 16  # at most
 
 
@@ -75,7 +76,8 @@ def down_in_blocks(
     rounds = matrix.activations.are_integers
     vectors = block_tokens(h, rounded=rounds)
     blocks, warps = sizes_of(matrix.encoding, width)
-    pairs = min(_PAIRS, triton.next_power_of_2(top))
+    lanes = blocks * (8 if BLOCK_SHAPES[matrix.encoding].numbers == 32 else 4)
+    pairs = max(1, min(_PAIRS, _LANES // lanes, triton.next_power_of_2(top)))
     _down_kernel[(triton.cdiv(hidden, 16), tokens)](
         table.addresses, table.part_stride, table.experts, slots, slot_scales,
         vectors.numbers.view(torch.int32) if rounds else h, vectors.scales, vectors.sums,

@@ -45,16 +45,21 @@ def experts_by_table(
     total: Tensor | None = None,
     last: bool = True,
     cut: Tensor | None = None,
+    among: range | None = None,
 ) -> Tensor:
     """`reference.experts` of all experts that have an address, for x [tokens, in].
 
     A token's experts are added in ascending order after `total`, which is changed; those without
     an address count for nothing.  No work of the host depends on the routing, so the call can be
-    captured, and the table changed between replays.  cut: see `ExpertShares`; for one token.
+    captured, and the table changed between replays.
+
+    cut     see `ExpertShares`; for one token
+    among   experts outside of it have no address
     """
     chosen, scales = chosen.contiguous(), scales.contiguous()
     if table.gate.in_blocks or table.down.in_blocks:
-        return _experts_in_blocks(x, table, chosen, scales, activation, total, last, cut)
+        assert cut is None, "experts in blocks are not cut"
+        return _experts_in_blocks(x, table, chosen, scales, activation, total, last, among)
     several = takes_experts(x, table, activation)
     tokens, top = chosen.shape
     if cut is not None or _are_few(table, tokens, top, several):
@@ -70,14 +75,15 @@ def _experts_in_blocks(
     activation: str,
     total: Tensor | None,
     last: bool,
-    cut: Tensor | None,
+    among: range | None,
 ) -> Tensor:
     """`experts_by_table` where gate and up, or down, or all are in ggml's blocks."""
-    assert cut is None, "experts in blocks are not cut"
     tokens, top = chosen.shape
     if tokens * top <= _PAIRS_OF_BLOCKS * _distinct(table, tokens, top):
         return experts_by_pairs(x, table, chosen, scales, activation, total, last)
-    groups = ((some, last and are_last) for some, are_last in unpacked_groups(table, x.dtype))
+    groups = (
+        (some, last and are_last) for some, are_last in unpacked_groups(table, x.dtype, among)
+    )
     return experts_by_tiles(x, groups, chosen, scales, activation, total)
 
 
@@ -110,7 +116,7 @@ def scattered_experts(given: Sequence[Expert], where: torch.device) -> Callable[
         raise ValueError("experts differ by more than where they lie")
 
     def compute(x: Tensor, chosen: Tensor, scales: Tensor, activation: str) -> Tensor:
-        return experts_by_table(x, table, chosen, scales, activation, None, last=False)
+        return experts_by_table(x, table, chosen, scales, activation)
 
     return compute
 

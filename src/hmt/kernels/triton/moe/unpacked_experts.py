@@ -27,33 +27,35 @@ _FLOATS = {
 }
 
 
-def unpacked_groups(table: ExpertTable, dtype: torch.dtype) -> Iterator[tuple[ExpertTable, bool]]:
+def unpacked_groups(
+    table: ExpertTable, dtype: torch.dtype, among: range | None = None
+) -> Iterator[tuple[ExpertTable, bool]]:
     """Tables of some experts each, whose numbers are in `dtype`, and whether it is the last.
 
+    among   experts outside of it have no address; None: any may have one
     A table is valid until the next is asked for, on the device's queue.
     """
     matrices = (table.gate, table.up, table.down)
     sizes = [m.shape[0] * m.shape[1] if m.in_blocks else 0 for m in matrices]
     most = EXPERT_UNPACKED_BYTES // (sum(sizes) * dtype.itemsize)
-    group = max(1, min(table.experts, most))
+    among = range(table.experts) if among is None else among
+    group = max(1, min(len(among), most))
     where = table.addresses.device
     memory = torch.empty(group, sum(sizes), dtype=dtype, device=where)
     begins = tuple(sum(sizes[:index]) for index in range(len(sizes)))
     forms = [_unpacked(m, dtype) if m.in_blocks else _by_itself(m) for m in matrices]
     parts = _part_sources(matrices, begins, dtype.itemsize, where)
-    for first in range(0, table.experts, group):
+    for first in among[::group]:
         for index, matrix in enumerate(matrices):
             if matrix.in_blocks:
-                _unpack(
-                    memory[: table.experts - first, begins[index] :], table, index, matrix, first
-                )
+                _unpack(memory[: among.stop - first, begins[index] :], table, index, matrix, first)
         addresses = torch.empty(len(parts), table.experts, dtype=torch.int64, device=where)
         _group_kernel[(triton.cdiv(table.experts, _EXPERTS),)](
             table.addresses, table.part_stride, addresses, parts, memory, memory.stride(0),
             table.experts, first, group, PARTS=len(parts),
             ROWS=triton.next_power_of_2(len(parts)), EXPERTS=_EXPERTS, num_warps=4,
         )  # fmt: skip
-        yield ExpertTable(addresses, *forms), first + group >= table.experts
+        yield ExpertTable(addresses, *forms), first + group >= among.stop
 
 
 _EXPERTS = 32  # of a program
