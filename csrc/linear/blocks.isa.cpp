@@ -1,6 +1,7 @@
 // Weights in blocks of ggml's types (Packing::kBlocks).
 #include "linear/blocks_float.h"
 #include "linear/blocks_int8.h"
+#include "linear/blocks_lookup.h"
 #if defined(HMT_AMX)
 #include "linear/blocks_amx.h"
 #endif
@@ -41,6 +42,11 @@ void multiply(const Weight& w, const Inputs& in, size_t first_row, size_t end_ro
     if (!w.int8_activations) {
       return multiply_float_blocks<Type>(w, in, first_row, end_row, out, stride);
     }
+#if defined(HMT_VBMI)
+    if constexpr (Lookup<Type>::kHas) {
+      if (in.tokens == 1) return multiply_one_token_by_lookup<Type>(call, first_row, end_row, out);
+    }
+#endif
     if (in.tokens == 1) return multiply_one_token<Type>(call, first_row, end_row, out);
     // As a pointer, so that types of one form share the rest.
     void (*const unpack_some)(const Weight&, size_t, size_t, size_t, Unpacked<Form>*) =
