@@ -13,9 +13,15 @@
 
 #include "linear/blocks_int8.h"
 
-#if defined(HMT_VBMI)
-
 namespace hmt::HMT_ISA {
+
+// See below.
+template <typename Type>
+struct Lookup {
+  static constexpr bool kHas = false, kUnpacks = false;
+};
+
+#if defined(HMT_VBMI)
 
 struct Bytes64 {
   alignas(64) uint8_t at[64];
@@ -125,16 +131,13 @@ constexpr size_t column_of(Order order, size_t quad, size_t byte) {
   return 4 * (kEntries[byte] + quad / 4) + quad % 4;
 }
 
-// Of a type: `numbers` gives eight registers of 64 numbers plus `kOffset`, of 32 columns, and where
-// 16 columns share a scale `scales`, those of both in the halves of a word.
-template <typename Type>
-struct Lookup {
-  static constexpr bool kHas = false;
-};
-
+// Of a type: `numbers` gives eight registers of 64 numbers of 32 columns, plus the type's offset.
+// kUnpacks is true where all in a register belong to one group; otherwise the first and the last 16
+// columns are in the lower and upper halves of words, numbers have an offset of their own, and
+// `scales` gives the scales of both in the halves.
 template <>
 struct Lookup<IQ2_XXS> {
-  static constexpr bool kHas = true;
+  static constexpr bool kHas = true, kUnpacks = true;
   static constexpr size_t kEntries = 256;
   static constexpr Order kOrder = Order::kEights;
   ByteTable<4> low, high;
@@ -170,7 +173,7 @@ struct Lookup<IQ2_XXS> {
 
 template <>
 struct Lookup<IQ3_XXS> {
-  static constexpr bool kHas = true;
+  static constexpr bool kHas = true, kUnpacks = true;
   static constexpr size_t kEntries = 256;
   static constexpr Order kOrder = Order::kXxs3;
   ByteTable<4> low, high;
@@ -202,7 +205,7 @@ struct Lookup<IQ3_XXS> {
 
 template <>
 struct Lookup<IQ2_XS> {
-  static constexpr bool kHas = true;
+  static constexpr bool kHas = true, kUnpacks = false;
   static constexpr size_t kEntries = 512;
   static constexpr Order kOrder = Order::kEights;
   static constexpr int kOffset = 43;
@@ -251,7 +254,7 @@ struct Lookup<IQ2_XS> {
 
 template <>
 struct Lookup<IQ3_S> {
-  static constexpr bool kHas = true;
+  static constexpr bool kHas = true, kUnpacks = true;
   static constexpr size_t kEntries = 512;
   static constexpr Order kOrder = Order::kFours;
   ByteTable<8> low, high;
@@ -292,7 +295,7 @@ HMT_INLINE __m512i gather_packed(const uint8_t* tables, size_t entries, __m512i 
 
 template <>
 struct Lookup<IQ2_S> {
-  static constexpr bool kHas = true;
+  static constexpr bool kHas = true, kUnpacks = true;
   static constexpr size_t kEntries = 1024;
   static constexpr Order kOrder = Order::kEvenOdd;
   const uint8_t* tables;
@@ -329,7 +332,7 @@ constexpr Bytes64 ternary_table(size_t code) {
 
 template <typename Type>
 struct TernaryLookup {
-  static constexpr bool kHas = true;
+  static constexpr bool kHas = true, kUnpacks = true;
   static constexpr size_t kEntries = 2048;
   static constexpr Order kOrder = Order::kEvenOdd;
   const uint8_t* tables;
@@ -421,7 +424,7 @@ struct LookupToken {
   }
 
   static constexpr bool kTwoScales = Form::kGroup == 16;
-  static constexpr bool kPairs = Type::kCode == Code::kIQ2_XS;
+  static constexpr bool kPairs = !Lookup<Type>::kUnpacks;
 
   // The sum over a block; of kPairs `starts` are sums of x, as two 16-bit integers.
   static HMT_INLINE I16v sum_of(const Lookup<Type>& lookup, const Block& b, const int8_t* x,
@@ -461,8 +464,8 @@ struct LookupToken {
     return add(totals[0], totals[1]);
   }
 
-  static __attribute__((noinline)) void run(const BlockCall& call, const int8_t* codes,
-                                            const int32_t* starts, size_t panel, float* out) {
+  static __attribute__((noinline)) void run(const BlockCall& call, const int32_t* starts,
+                                            size_t panel, float* out) {
     constexpr size_t kStarts = kPairs ? 8 : Form::kArranged;
     const Weight& w = call.w;
     const bool asks = asks_ahead(1, true);
@@ -471,8 +474,8 @@ struct LookupToken {
     for (size_t i = 0; i < w.columns / Form::kNumbers; ++i) {
       const Block b = block_at(w, kWords, panel * blocks_of(w) + i);
       const auto address = reinterpret_cast<uintptr_t>(b.data);
-      const I16v sum =
-          sum_of(lookup, b, codes + 256 * i, starts + i * kStarts, asks ? address + kBytesAhead : 0);
+      const I16v sum = sum_of(lookup, b, call.codes + 256 * i, starts + i * kStarts,
+                              asks ? address + kBytesAhead : 0);
       total = add(total, mul(to_float(sum), mul(Type::d(b), set1(call.in.scales[i]))));
     }
     store(out, total);
@@ -483,14 +486,11 @@ struct LookupToken {
 template <typename Type>
 void multiply_one_token_by_lookup(const BlockCall& call, size_t first_row, size_t end_row,
                                   float* out) {
-  const size_t columns = call.w.columns;
-  Scratch scratch(Scratch::round(columns) + columns / 8);
-  int8_t* codes = scratch.take<int8_t>(columns);
-  reorder<Lookup<Type>::kOrder>(call.in.codes, columns, codes);
+  Scratch scratch(call.w.columns / 8);
   const int32_t* starts = call.arranged;
   if (LookupToken<Type>::kPairs) {
-    int32_t* pairs = scratch.take<int32_t>(columns / 32);
-    for (size_t g = 0; g < columns / 32; ++g) {
+    int32_t* pairs = scratch.take<int32_t>(call.w.columns / 32);
+    for (size_t g = 0; g < call.w.columns / 32; ++g) {
       const int32_t* sums = call.in.sums + 2 * g;
       pairs[g] = (sums[0] & 0xffff) | static_cast<int32_t>(static_cast<uint32_t>(sums[1]) << 16);
     }
@@ -498,11 +498,29 @@ void multiply_one_token_by_lookup(const BlockCall& call, size_t first_row, size_
   }
   for (size_t row = first_row; row < end_row; row += kPanelRows) {
     alignas(64) float lanes[16];
-    LookupToken<Type>::run(call, codes, starts, row / kPanelRows, lanes);
+    LookupToken<Type>::run(call, starts, row / kPanelRows, lanes);
     write_rows(lanes, 1, end_row - row, out + row - first_row, 0);
   }
 }
 
-}  // namespace hmt::HMT_ISA
+// `unpack` with codes in the order of `Lookup`.
+template <typename Type>
+__attribute__((noinline)) void unpack_by_lookup(const Weight& w, size_t panel, size_t first,
+                                                size_t count, Unpacked<FormOf<Type>>* out) {
+  const Lookup<Type> lookup(tables_of<Type>(w));
+  const size_t blocks = w.columns / FormOf<Type>::kNumbers;
+  for (size_t i = 0; i < count && first + i < blocks; ++i) {
+    const Block b = block_at(w, Type::kShape.words(), panel * blocks_of(w) + first + i);
+    for (size_t g = 0; g < 8; ++g) {
+      __m512i numbers[8];
+      lookup.numbers(b, g, numbers);
+      HMT_UNROLL(8)
+      for (size_t k = 0; k < 8; ++k) _mm512_store_si512(out[i].codes[8 * g + k], numbers[k]);
+    }
+    unpack_scales<Type>(b, 0, out[i]);
+  }
+}
 
 #endif
+
+}  // namespace hmt::HMT_ISA
