@@ -238,7 +238,7 @@ def _describe(native: ModuleType, w: WeightTensor) -> Any:
 
 @cache
 def _grid(encoding: Encoding) -> Tensor | None:
-    """The tables of an IQ type as csrc/linear/weight.h wants them; kept, as weights refer to them."""
+    """The tables of an IQ type as csrc/linear/weight.h has them; kept, as weights refer to them."""
     if encoding not in _WITH_GRIDS:
         return None
     entries = gguf_blocks.grid(_WITH_GRIDS[encoding])
