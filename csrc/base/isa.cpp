@@ -34,7 +34,8 @@ bool supports(Isa isa) {
              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
     case Isa::kAvx512Bf16:
-      return supports(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16");
+      return supports(Isa::kAvx512) && __builtin_cpu_supports("avx512bf16") &&
+             __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
     case Isa::kAmx:
       return supports(Isa::kAvx512Bf16) && has_amx();
   }

@@ -24,7 +24,7 @@ enum class Isa : int {
   kPortable,
   kAvx2,        // AVX2, FMA, F16C
   kAvx512,      // AVX-512 F, BW, DQ, VL and VNNI
-  kAvx512Bf16,  // and BF16
+  kAvx512Bf16,  // and BF16, VBMI and GFNI
   kAmx,         // and AMX tiles of int8 and bf16
 };
 constexpr std::size_t kIsas = 5;
@@ -89,6 +89,9 @@ const Table& active(Tables<Table> tables) {
 #endif
 #if defined(HMT_AVX512) && defined(__AVX512BF16__)
 #define HMT_AVX512_BF16 1
+#endif
+#if defined(HMT_AVX512) && defined(__AVX512VBMI__) && defined(__GFNI__)
+#define HMT_VBMI 1
 #endif
 #if defined(HMT_AVX512_BF16) && defined(__AMX_INT8__)
 #define HMT_AMX 1

@@ -257,25 +257,34 @@ struct IQ4_XS : BlockType<Code::kIQ4_XS> {
   }
 };
 
-// Magnitudes plus 128, negative where the lowest four bits of `signs` are set: 128 - m is the
-// complement of 128 + m, plus one.
-HMT_INLINE I16v with_signs(I16v magnitudes, I16v signs) {
-  const I16v ones = spread_bits(signs);
-  return plus(differ(magnitudes, minus(shl(ones, 8), ones)), ones);
+// Signs of eight numbers: bits 0 to 3 of each, the others do not matter.  Magnitudes plus 128 become
+// those of negative numbers by a change of sign, modulo 256.
+struct Signs {
+  I16v first, second;
+};
+HMT_INLINE Signs byte_signs(I16v word, int at) {
+  const I16v first = shr(word, at);
+  return {first, shr(first, 4)};
 }
-// Seven sign bits from bit `at` on, and an eighth that makes their number even.
-HMT_INLINE I16v even_signs(I16v word, int at) {
-  const I16v seven = bits_in(shr(word, at), 127);
-  I16v parity = differ(seven, shr(seven, 4));
-  parity = differ(parity, shr(parity, 2));
-  return either(seven, shl(bits_in(differ(parity, shr(parity, 1)), 1), 7));
-}
+// Four times seven sign bits, and an eighth of each that makes their number even.
+struct EvenSigns {
+  I16v word, parity;  // the latter three bits above the first sign of each
+
+  HMT_INLINE explicit EvenSigns(I16v w) : word(w) {
+    const I16v two = differ(w, shr(w, 1)), four = differ(two, shr(two, 2));
+    parity = shl(differ(four, differ(shr(two, 4), shr(w, 6))), 3);
+  }
+  HMT_INLINE Signs at(int bit) const {
+    const I16v first = shr(word, bit);
+    return {first, choose(mask_of(7), shr(first, 4), shr(parity, bit))};
+  }
+};
 // Eight numbers of an entry of the grid.
 template <typename Emit>
-HMT_INLINE void emit_eight(const Block& b, I16v index, I16v signs, size_t quad, const Emit& emit) {
+HMT_INLINE void emit_eight(const Block& b, I16v index, Signs signs, size_t quad, const Emit& emit) {
   const I16v at = add(index, index);
-  emit(quad, with_signs(gather(b.grid, at), signs));
-  emit(quad + 1, with_signs(gather(b.grid, add(at, set1(int32_t{1}))), shr(signs, 4)));
+  emit(quad, negate_where(gather(b.grid, at), signs.first));
+  emit(quad + 1, negate_where(gather(b.grid, add(at, set1(int32_t{1}))), signs.second));
 }
 
 // Loops of types that look codes up are not unrolled: a block takes hundreds of instructions as it
@@ -283,15 +292,16 @@ HMT_INLINE void emit_eight(const Block& b, I16v index, I16v signs, size_t quad, 
 struct IQ2_XXS : BlockType<Code::kIQ2_XXS> {
   static HMT_INLINE F16v d(const Block& b) { return eighth(b.scale()); }
   static HMT_INLINE I16v scale(const Block& b, size_t g) {
-    return twice_plus_one(shr(b.word(2 * g + 1), 28));
+    return either(shr(b.word(2 * g + 1), 27), set1(int32_t{1}));
   }
   template <typename Emit>
   static HMT_INLINE void codes(const Block& b, const Emit& emit) {
     for (size_t g = 0; g < 8; ++g) {
-      const I16v indices = b.word(2 * g), signs = b.word(2 * g + 1);
+      const I16v indices = b.word(2 * g);
+      const EvenSigns signs(b.word(2 * g + 1));
       for (size_t l = 0; l < 4; ++l) {
         const I16v index = bits_in(shr(indices, static_cast<int>(8 * l)), 255);
-        emit_eight(b, index, even_signs(signs, static_cast<int>(7 * l)), 8 * g + 2 * l, emit);
+        emit_eight(b, index, signs.at(static_cast<int>(7 * l)), 8 * g + 2 * l, emit);
       }
     }
   }
@@ -306,9 +316,10 @@ struct IQ2_XS : BlockType<Code::kIQ2_XS> {
   static HMT_INLINE void codes(const Block& b, const Emit& emit) {
     for (size_t w = 0; w < 16; ++w) {
       const I16v two = b.word(w);
+      const EvenSigns signs(two);
       for (size_t half = 0; half < 2; ++half) {
         const int at = static_cast<int>(16 * half);
-        emit_eight(b, bits_in(shr(two, at), 511), even_signs(two, at + 9), 4 * w + 2 * half, emit);
+        emit_eight(b, bits_in(shr(two, at), 511), signs.at(at + 9), 4 * w + 2 * half, emit);
       }
     }
   }
@@ -325,7 +336,7 @@ struct IQ2_S : BlockType<Code::kIQ2_S> {
       const int byte = static_cast<int>(8 * (l % 4));
       const I16v low = bits_in(shr(b.word(l / 4), byte), 255);
       const I16v high = bits_in(shr(b.word(16 + l / 16), static_cast<int>(2 * (l % 16))), 3);
-      emit_eight(b, either(low, shl(high, 8)), shr(b.word(8 + l / 4), byte), 2 * l, emit);
+      emit_eight(b, either(low, shl(high, 8)), byte_signs(b.word(8 + l / 4), byte), 2 * l, emit);
     }
   }
 };
@@ -333,15 +344,18 @@ struct IQ2_S : BlockType<Code::kIQ2_S> {
 struct IQ3_XXS : BlockType<Code::kIQ3_XXS> {
   static HMT_INLINE F16v d(const Block& b) { return mul(b.scale(), set1(0.25f)); }
   static HMT_INLINE I16v scale(const Block& b, size_t g) {
-    return twice_plus_one(shr(b.word(16 + g), 28));
+    return either(shr(b.word(16 + g), 27), set1(int32_t{1}));
   }
   template <typename Emit>
   static HMT_INLINE void codes(const Block& b, const Emit& emit) {
-    for (size_t l = 0; l < 32; ++l) {
-      const I16v signs = even_signs(b.word(16 + l / 4), static_cast<int>(7 * (l % 4)));
-      const I16v two = shr(b.word(l / 2), static_cast<int>(16 * (l % 2)));
-      emit(2 * l, with_signs(gather(b.grid, bits_in(two, 255)), signs));
-      emit(2 * l + 1, with_signs(gather(b.grid, bits_in(shr(two, 8), 255)), shr(signs, 4)));
+    for (size_t g = 0; g < 8; ++g) {
+      const EvenSigns even(b.word(16 + g));
+      for (size_t l = 4 * g; l < 4 * (g + 1); ++l) {
+        const Signs signs = even.at(static_cast<int>(7 * (l % 4)));
+        const I16v two = shr(b.word(l / 2), static_cast<int>(16 * (l % 2)));
+        emit(2 * l, negate_where(gather(b.grid, bits_in(two, 255)), signs.first));
+        emit(2 * l + 1, negate_where(gather(b.grid, bits_in(shr(two, 8), 255)), signs.second));
+      }
     }
   }
 };
@@ -356,7 +370,7 @@ struct IQ3_S : BlockType<Code::kIQ3_S> {
       const I16v low = bits_in(shr(b.word(q / 4), static_cast<int>(8 * (q % 4))), 255);
       const I16v high = bits_in(shr(b.word(16 + q / 32), static_cast<int>(q % 32)), 1);
       const I16v signs = shr(b.word(18 + q / 8), static_cast<int>(4 * (q % 8)));
-      emit(q, with_signs(gather(b.grid, either(low, shl(high, 8))), signs));
+      emit(q, negate_where(gather(b.grid, either(low, shl(high, 8))), signs));
     }
   }
 };

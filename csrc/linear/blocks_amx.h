@@ -42,7 +42,7 @@ struct AmxBlocks {
 
   HMT_INLINE void end_token(size_t t, size_t token, size_t blocks, float* totals) const {
     const int32_t* arranged =
-        call.arranged + (token * call.superblocks + part) * Form::kArranged;
+        call.arranged + token * call.arranged_stride + part * Form::kArranged;
     const float* scales = call.in.scales + token * call.in.scale_stride;
     F16v total = load(totals);
     for (size_t place = 0; place < blocks; ++place) {
@@ -66,10 +66,10 @@ struct AmxBlocks {
 
   // `columns` of the 256 exist; totals [tokens, 16].
   void run(size_t columns, float* totals) {
-    const size_t tokens = call.in.tokens, stride = call.in.stride;
+    const size_t tokens = call.in.tokens, stride = call.codes_stride;
     for (size_t token = 0; token < tokens;) {
       const size_t left = tokens - token, count = left >= 32 ? 32 : left < 16 ? left : 16;
-      const int8_t* x = call.in.codes + token * stride + part * kActivationBlock;
+      const int8_t* x = call.codes + token * stride + part * kActivationBlock;
       for (size_t g = 0; g < columns / Form::kGroup; ++g) {
         const int8_t* mine = x + g * Form::kGroup;
         const uint8_t* codes = from.codes[g * Form::kGroup / 4];

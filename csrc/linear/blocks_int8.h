@@ -52,7 +52,10 @@ HMT_INLINE I16v dot_codes(I16v sum, I16v codes, int32_t x) {
 struct BlockCall {
   const Weight& w;
   const Inputs& in;
-  const int32_t* arranged;  // [tokens, superblocks * kArranged]
+  const int8_t* codes;      // [tokens, codes_stride], in the order of the weight's numbers
+  size_t codes_stride;
+  const int32_t* arranged;  // [tokens, arranged_stride], superblocks * kArranged of them
+  size_t arranged_stride;
   size_t superblocks;       // of 256 columns
   size_t scales_each;       // of a token for 256 columns: 1, or 8
 
@@ -127,7 +130,7 @@ struct OneToken {
       const size_t part = i / Form::kBlocks, place = i % Form::kBlocks;
       const int32_t* arranged = call.arranged + part * Form::kArranged +
                                 (Form::kBlocks == 1 ? 0 : place);
-      const int8_t* x = call.in.codes + i * Form::kNumbers;
+      const int8_t* x = call.codes + i * Form::kNumbers;
       const F16v scale = set1(call.in.scales[call.scale_at(part, place)]);
       for (size_t p = 0; p < count; ++p) {
         const Block b = block_at(w, Type::kShape.words(), (panel + p) * row + i);
@@ -278,9 +281,9 @@ __attribute__((noinline)) void block_tile(const BlockCall& call, size_t first, s
   alignas(64) float own[kPanels][kTokens * 16];
   for (size_t t = 0; t < kTokens; ++t) {
     const size_t token = first + (t < count ? t : count - 1);
-    tile.x[t] = call.in.codes + token * call.in.stride + part * kActivationBlock;
+    tile.x[t] = call.codes + token * call.codes_stride + part * kActivationBlock;
     tile.scales[t] = call.in.scales + token * call.in.scale_stride + part * call.scales_each;
-    tile.arranged[t] = call.arranged + (token * call.superblocks + part) * Form::kArranged;
+    tile.arranged[t] = call.arranged + token * call.arranged_stride + part * Form::kArranged;
   }
   for (size_t p = 0; p < kPanels; ++p) {
     tile.panels[p] = panels[p];

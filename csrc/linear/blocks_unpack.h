@@ -66,12 +66,7 @@ HMT_INLINE Block block_at(const Weight& w, size_t words, size_t index) {
 }
 
 template <typename Type, typename Form>
-HMT_INLINE void unpack_block(const Block& b, size_t place, Unpacked<Form>& out) {
-  constexpr uint32_t kFlip = Form::kSigned ? 0x80808080 : 0;
-  uint8_t* codes = out.codes[place * Form::kNumbers / 4];
-  Type::codes(b, [&](size_t quad, I16v words) __attribute__((always_inline)) {
-    store_words(codes + 64 * quad, Form::kSigned ? differ(words, mask_of(kFlip)) : words);
-  });
+HMT_INLINE void unpack_scales(const Block& b, size_t place, Unpacked<Form>& out) {
   store(out.d[place], Type::d(b));
   if (Form::kMinima) store(out.e[place], Type::e(b));
   HMT_UNROLL(16)
@@ -85,6 +80,16 @@ HMT_INLINE void unpack_block(const Block& b, size_t place, Unpacked<Form>& out) 
     store(out.minima[2 * k], Type::pairs(b, k, 0));
     store(out.minima[2 * k + 1], Type::pairs(b, k, 1));
   }
+}
+
+template <typename Type, typename Form>
+HMT_INLINE void unpack_block(const Block& b, size_t place, Unpacked<Form>& out) {
+  constexpr uint32_t kFlip = Form::kSigned ? 0x80808080 : 0;
+  uint8_t* codes = out.codes[place * Form::kNumbers / 4];
+  Type::codes(b, [&](size_t quad, I16v words) __attribute__((always_inline)) {
+    store_words(codes + 64 * quad, Form::kSigned ? differ(words, mask_of(kFlip)) : words);
+  });
+  unpack_scales<Type>(b, place, out);
 }
 
 // Columns [256 first, 256 (first + count)) of a panel, or as many as there are.

@@ -76,7 +76,9 @@ struct Weight {
   // Columns of a panel in memory, where `columns` are some of them, neighbours; 0: the same.
   size_t panel_columns = 0;
   // Of types that look codes up: uint8 [entries, 8 or 4], kIQ1_*: 8 times the number, plus 8; others:
-  // the magnitude plus 128.
+  // the magnitude plus 128.  Behind them the same by the rank of a number among those that there are,
+  // in as few bits as ranks need: uint8 [entries] of the first half of each entry, from bit 0 on, and
+  // of the second; where entries have 8 numbers uint8 [entries, 4] of two at a time, from bit 2 on.
   const uint32_t* grid = nullptr;
 };
 

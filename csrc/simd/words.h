@@ -21,12 +21,29 @@ constexpr bool kSignedBytes = true;
 constexpr bool kSignedBytes = false;
 #endif
 
+// Not as copies of I16v: GCC makes those of AVX2 in four pieces through the stack, and loading two of
+// them at once waits until they are written.
+#if defined(HMT_AVX512)
+HMT_INLINE I16v load_words(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+HMT_INLINE void store_words(uint8_t* p, I16v a) { _mm512_storeu_si512(p, a.v); }
+#elif defined(HMT_AVX2)
+HMT_INLINE I16v load_words(const uint8_t* p) {
+  const auto* halves = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+HMT_INLINE void store_words(uint8_t* p, I16v a) {
+  auto* halves = reinterpret_cast<__m256i*>(p);
+  _mm256_storeu_si256(halves, a.lo);
+  _mm256_storeu_si256(halves + 1, a.hi);
+}
+#else
 HMT_INLINE I16v load_words(const uint8_t* p) {
   I16v out;
   std::memcpy(&out, p, sizeof out);
   return out;
 }
 HMT_INLINE void store_words(uint8_t* p, I16v a) { std::memcpy(p, &a, sizeof a); }
+#endif
 HMT_INLINE int32_t word_at(const void* p) {
   int32_t word;
   std::memcpy(&word, p, sizeof word);
@@ -52,6 +69,13 @@ HMT_INLINE I16v look_up(const void* table, I16v bytes) {
 }
 HMT_INLINE I16v gather(const uint32_t* table, I16v index) {
   return {_mm512_i32gather_epi32(index.v, table, 4)};
+}
+// Minus byte k of each lane where bit k of the lane of `bits` is set.
+HMT_INLINE I16v negate_where(I16v bytes, I16v bits) {
+  const __m512i first = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+  const __mmask64 negative = _mm512_test_epi8_mask(_mm512_shuffle_epi8(bits.v, first),
+                                                   _mm512_set1_epi32(0x08040201));
+  return {_mm512_mask_sub_epi8(bytes.v, negative, _mm512_setzero_si512(), bytes.v)};
 }
 // Each lane plus four products of its unsigned bytes and the signed bytes of `x`.
 HMT_INLINE I16v dot_bytes(I16v sum, I16v codes, int32_t x) {
@@ -100,6 +124,16 @@ HMT_INLINE I16v gather(const uint32_t* table, I16v index) {
   const auto* entries = reinterpret_cast<const int*>(table);
   return {_mm256_i32gather_epi32(entries, index.lo, 4),
           _mm256_i32gather_epi32(entries, index.hi, 4)};
+}
+HMT_INLINE __m256i negate_where(__m256i bytes, __m256i bits) {
+  const __m128i lanes = _mm_set_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0);
+  const __m256i each = _mm256_set1_epi32(0x08040201);
+  const __m256i first = _mm256_shuffle_epi8(bits, _mm256_broadcastsi128_si256(lanes));
+  const __m256i negative = _mm256_cmpeq_epi8(_mm256_and_si256(first, each), each);
+  return _mm256_sub_epi8(_mm256_xor_si256(bytes, negative), negative);
+}
+HMT_INLINE I16v negate_where(I16v bytes, I16v bits) {
+  return {negate_where(bytes.lo, bits.lo), negate_where(bytes.hi, bits.hi)};
 }
 HMT_INLINE __m256i four_products(__m256i sum, __m256i codes, __m256i x) {
   const __m256i pairs = _mm256_maddubs_epi16(codes, x);
@@ -153,6 +187,14 @@ HMT_INLINE I16v look_up(const void* table, I16v bytes) {
   std::memcpy(codes, bytes.v, sizeof codes);
   for (uint8_t& code : codes) code = entries[code];
   return load_words(codes);
+}
+HMT_INLINE I16v negate_where(I16v bytes, I16v bits) {
+  uint8_t out[64];
+  std::memcpy(out, bytes.v, sizeof out);
+  for (size_t i = 0; i < sizeof out; ++i) {
+    if ((bits.v[i / 4] >> i % 4 & 1) != 0) out[i] = static_cast<uint8_t>(-out[i]);
+  }
+  return load_words(out);
 }
 HMT_INLINE I16v gather(const uint32_t* table, I16v index) { HMT_EACH_WORD(table[index.v[i]]); }
 // Not inlined: a block has many of them.

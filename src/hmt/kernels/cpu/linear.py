@@ -238,13 +238,24 @@ def _describe(native: ModuleType, w: WeightTensor) -> Any:
 
 @cache
 def _grid(encoding: Encoding) -> Tensor | None:
-    """The table of an IQ type as csrc/linear/weight.h wants it; kept, as weights refer to it."""
+    """The tables of an IQ type as csrc/linear/weight.h has them; kept, as weights refer to them."""
     if encoding not in _WITH_GRIDS:
         return None
     entries = gguf_blocks.grid(_WITH_GRIDS[encoding])
-    if _WITH_GRIDS[encoding] is Encoding.IQ1_S:
-        return (8 * entries + 8).view(torch.uint8).contiguous()
-    return (entries.view(torch.uint8) + 128).contiguous()
+    ternary = _WITH_GRIDS[encoding] is Encoding.IQ1_S
+    numbers = 8 * entries + 8 if ternary else entries.view(torch.uint8) + 128
+    ranks = torch.searchsorted(entries.unique(), entries)
+    parts = [numbers.view(torch.uint8), *(_packed(half) for half in ranks.chunk(2, 1))]
+    if entries.shape[1] == 8:
+        parts.append(_packed(ranks.view(-1, 2), 2))
+    return torch.cat([part.flatten() for part in parts]).contiguous()
+
+
+def _packed(ranks: Tensor, first: int = 0) -> Tensor:
+    """Those of a row in one byte from bit `first` on, two bits each, or three of two."""
+    bits = 3 if int(ranks.max()) > 3 else 2
+    places = 1 << (bits * torch.arange(ranks.shape[1]) + first)
+    return (ranks * places).sum(1).to(torch.uint8)
 
 
 def _address(part: Tensor | None) -> int:
