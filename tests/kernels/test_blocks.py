@@ -104,6 +104,28 @@ def test_the_reference_is_the_sum_of_its_integers(kind: Encoding) -> None:
     assert ((expected - exact).abs() <= 1e-6 * size).all()
 
 
+LOOKED_UP = pytest.mark.parametrize(
+    "kind", [k for k in BLOCK_SHAPES if k.name.startswith(("IQ1", "IQ2", "IQ3"))]
+)
+
+
+@LOOKED_UP
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_every_entry_of_a_grid_is_multiplied(kind: Encoding, isa: str, tokens: int) -> None:
+    """Each of up to 2048 occurs in 32,768 random ones, beside signs and scales of all kinds."""
+    w = random_weight(kind, 512, 512, activations=INT8)
+    x = activations(tokens + 1, w.shape[1])[:tokens]
+    same(ops.linear(x, w), reference.linear(x, w))
+
+
+@LOOKED_UP
+def test_a_single_token_after_a_chunk_of_many(kind: Encoding, isa: str) -> None:
+    """512 tokens are multiplied at a time: the last is arranged with them, but multiplied alone."""
+    w = random_weight(kind, 19, 512, activations=INT8)
+    x = activations(514, w.shape[1])[:513]
+    same(ops.linear(x, w)[-2:], reference.linear(x[-2:], w))
+
+
 @SOME
 def test_products_do_not_depend_on_threads_nor_on_the_length_of_x(kind: Encoding, isa: str) -> None:
     """Over more columns than are unpacked at a time for many tokens."""
