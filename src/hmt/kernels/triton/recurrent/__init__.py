@@ -1,0 +1,11 @@
+"""Layers with recurrent state on the GPU.
+
+what                                        kernel
+a convolution over time, gated or not       causal_conv.py: a tile of tokens and channels; what
+                                            stays of the tokens by a second kernel, or, of steps of
+                                            one token per run, by the first
+the gated delta rule                        delta_rule.py: some columns of a head's matrix, in
+                                            registers, for all tokens of a run
+
+state_runs.py tells both where runs and their states are.
+"""
