@@ -57,7 +57,7 @@ class StateStore:
                 self._layers[index][tensor.name] = own
                 first = end
         self._positions: dict[int, int] = {}  # by sequence; of those that are open
-        self._step: Step | None = None  # that has begun, and
+        self._segments: tuple[Segment, ...] | None = None  # of the step that has begun
         self._runs = ops.StateRuns()
         self._captured: Step | None = None  # that stands for it in a capture
         self._captured_runs = ops.StateRuns()
@@ -70,13 +70,11 @@ class StateStore:
         return RecurrentState(self._layers[layer], self._runs)
 
     def begin(self, step: Step) -> None:
-        """Layers advance the state by the tokens of `step` from now on, unless they do already."""
-        if self._step is not step:
-            self._step, self._runs = step, self._begin(step)
+        """Layers will advance the state by the tokens of `step`; once for all steps of its runs."""
+        if self._segments is not step.segments:
+            self._segments, self._runs = step.segments, self._begin(step)
 
-    def hold(
-        self, captured: Step, runs: ops.StateRuns | None, *, advances: bool = True
-    ) -> None:
+    def hold(self, captured: Step, runs: ops.StateRuns | None, *, advances: bool = True) -> None:
         """Let `captured` stand for the step that has begun, until another one is named here.
 
         runs       what `graph_ops.fixed_state_runs` made, which is filled in the order of the

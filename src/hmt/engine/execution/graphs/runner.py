@@ -117,6 +117,7 @@ class GraphRunner:
     """Computes logits of steps of one token per run.  For one thread.
 
     surveys   what is known of each row of the last logits
+    failure   why no step is captured any more; "" while they are
     graphs    captures, by whether some of a step's pages are in host memory or on disk
     """
 
@@ -158,7 +159,7 @@ class GraphRunner:
         self.graphs: dict[bool, OrderedDict[GraphKey, CapturedGraph]]
         self.graphs = {offloaded: OrderedDict() for offloaded in (False, True)}
         self._offloaded = False  # of the step that is computed now
-        self.works = True
+        self.failure = ""
         self._async_step: _AsyncNextStep | None = None
         self.surveys: tuple[LogitStats, ...] = ()
         self._skip = self._skipped = 0
@@ -226,6 +227,11 @@ class GraphRunner:
         if step.has_prompt_outputs:
             return False
         return self._channel is None or tokens <= self._channel.tokens
+
+    @property
+    def works(self) -> bool:
+        """Whether steps are captured."""
+        return not self.failure
 
     def replayed_s(self, times: int) -> float:
         """Seconds of the device for the step it computed last, as one of many in a row.
@@ -404,7 +410,7 @@ class GraphRunner:
             self._send(captured, step)  # what was made for a step belongs into the capture
             captured.recorded = self._record(captured)
         except RuntimeError as error:
-            self.works = False
+            self.failure = str(error)
             warn_once("capture", f"steps cannot be captured ({error}): decoding will be slower")
         finally:
             if self._channel is not None:

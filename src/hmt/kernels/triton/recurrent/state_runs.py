@@ -42,7 +42,7 @@ class DeviceStateRuns:
             return
         assert len(given) <= self.count and all(run.length <= self.tokens for run in given)
         rows = [(r.slot, r.offset, r.length, int(r.begins), int(r.advances)) for r in given]
-        rows += [(0,) * _FIELDS] * (self.count - len(given))
+        rows += [(0, 0, 0, 0, 0)] * (self.count - len(given))
         source = torch.tensor(rows, dtype=torch.int32)
         if self.table.is_cuda:  # through pinned memory, which torch keeps until the copy is over
             staged = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
