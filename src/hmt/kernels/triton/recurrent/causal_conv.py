@@ -83,7 +83,7 @@ def _tail_kernel(
         tails += slot * slot_stride
         # Each row comes from a later one, and a thread has its channels of all rows.
         for row in range(WIDTH - 1):
-            at = length - (WIDTH - 1) + row
+            at = length - (WIDTH - 1) + row + tl.zeros((CHANNELS,), tl.int32)
             kept = _row(x, tails, at, inside, x_stride, channels, channel, begins, WIDTH)
             tl.store(tails + row * channels + channel, kept, mask=inside)
 
