@@ -14,6 +14,7 @@ from plain_memory import published, random_reference
 from random_configs import cases
 
 import hmt
+from hmt.base.errors import BudgetError
 from hmt.contracts.plan import Tier
 from hmt.engine import LoadedModel
 from hmt.engine.execution.graphs.runner import GraphRunner
@@ -28,6 +29,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 GPU: dict[str, Any] = {"gpu_id": "fake", "gpu_memory": "64MiB"}
 POSITIONS = 400
+NEVER = "no model writes this"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def test_state_goes_with_its_sequence(place: str, folder_of: Callable[[str], Path]) -> None:
     """Forked, dropped for others and computed again, with state and layers on the device."""
     folder = folder_of("qwen3_5_text-0")
-    requests = [drawn(ids(60, seed), seed, 100, priority=seed % 2) for seed in range(4)]
+    requests = [drawn(ids(60, seed), seed, 100, stop=NEVER, priority=seed % 2) for seed in range(4)]
     with hmt.Engine(**OPTIONS) as engine:
         model = engine.load_model(folder)
         alone = [model.infer(request).token_ids for request in requests]
@@ -148,7 +150,7 @@ def test_state_goes_with_its_sequence(place: str, folder_of: Callable[[str], Pat
         for _ in range(8):  # as after answers of one token: all begin, although not all fit
             model._core.scheduler._forecast.note("", 1, whole=True)
         assert [answer.token_ids for answer in model.infer_batch(requests)] == alone
-        assert model._core.scheduler.load.dropped
+        assert place != "device" or model._core.scheduler.load.dropped
         answers = model.infer_choices(drawn(ids(37, 5), 7), 3)
         assert [answer.token_ids for answer in answers] == apart
         captured = graphs_of(model)
@@ -189,7 +191,8 @@ def test_a_conversation_goes_on_from_states_on_the_device(
 def test_the_device_counts_the_states_of_its_layers(folder_of: Callable[[str], Path]) -> None:
     reserved = []
     for batch, shared in ((1, False), (5, False), (1, True)):
-        options = OPTIONS | GPU | {"max_batch": batch, "prefix_cache": shared}
+        options = OPTIONS | GPU | {"context": POSITIONS}
+        options |= {"max_batch": batch, "prefix_cache": shared}
         with hmt.Engine(**options) as engine:
             model = engine.load_model(folder_of("qwen3_next-0"))
             spec, share = model.prepared.model.spec, model.plan.device
@@ -225,7 +228,7 @@ def test_each_layers_state_is_where_it_computes(folder_of: Callable[[str], Path]
                 [note] = model.summary().notes
                 assert note.startswith("decoding steps are not captured")
                 return
-        except hmt.BudgetError:
+        except BudgetError:
             continue
     raise AssertionError("no budget of the device is between all and nothing")
 

@@ -179,7 +179,7 @@ class GraphRunner:
             if found is None:
                 return None
             captured, result = found, self._start(found)
-        begun = self._begin_next(captured, step) if self._may_run_ahead(captured, step) else None
+        begun = self._begin_next(captured) if self._may_run_ahead(captured, step) else None
         result.arrived.wait()
         logits, surveys = result.left, result.logit_stats
         if surveys is None:
@@ -237,11 +237,14 @@ class GraphRunner:
         """Seconds of the device for the step it computed last, as one of many in a row.
 
         Between the runs' steps; each of so many `times` writes one position further behind them,
-        where they must have room.  0 where nothing is captured, or the CPU has a part in it.
+        where they must have room, and reads recurrent state, which stays as it is.
+        0 where nothing is captured, or the CPU has a part in it.
         """
         captured = next(reversed(self.graphs[self._offloaded].values()), None)
         if captured is None or captured.recorded is None or self._channel is not None:
             return 0.0
+        if captured.runs is None and self._async_step is None:
+            self._advance(captured)
         self._async_step = None  # the next step sends its own tensors
         self._hold_states(captured, advances=False)
         self._device.synchronize()
@@ -273,13 +276,17 @@ class GraphRunner:
             for run, room in zip(step.segments, captured.rooms, strict=True)
         )
 
-    def _begin_next(self, captured: CapturedGraph, step: Step) -> _Result:
+    def _begin_next(self, captured: CapturedGraph) -> _Result:
         self.async_steps.begun += 1
-        if captured.runs is None:  # a fake device: kernels read the step
-            own = captured.step
-            runs = _next(step.segments)
-            captured.step = Step(own.token_ids, own.positions, runs, own.logit_rows)
+        if captured.runs is None:
+            self._advance(captured)
         return self._start(captured)
+
+    def _advance(self, captured: CapturedGraph) -> None:
+        """Let the step be the next one, where kernels read its runs: on a fake device."""
+        own = captured.step
+        runs = _next(own.segments)
+        captured.step = Step(own.token_ids, own.positions, runs, own.logit_rows)
 
     # Captures
 
