@@ -189,7 +189,8 @@ def test_captured_decoding_is_decoding(name: str, tmp_path: Path) -> None:
                 assert captured.works and captured.graphs[False], captured.failure
                 assert not model.summary().notes
                 again = model.logits(tokens, range(120), prefill=77)
-                assert torch.equal(again[100:], found[-1][1][100:]), "however it is divided"
+                # Products of f32 weights are torch's, which adds otherwise by how many rows there are.
+                assert float((again - found[-1][1]).abs().max()) < 1e-3
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
     with torch.inference_mode():
         wanted = other(torch.tensor([tokens])).logits[0]

@@ -39,7 +39,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def folder(name: str) -> Path:
         if name not in made:
             [case] = (case for case in cases() if case.name == name)
-            case.config.max_position_embeddings = POSITIONS
+            case.config.max_position_embeddings = 2 * POSITIONS
             made[name] = tmp_path_factory.mktemp(name)
             published(random_reference(case.config, case.seed), made[name])
             tokenizer = files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"
@@ -128,15 +128,7 @@ def test_a_failed_capture_is_told_and_changes_no_token(
         assert "not captured" in note and "the driver says no" in note
 
 
-# Everything is on the device, or all but KV pages.
-PLACES: dict[str, dict[str, Any]] = {
-    "device": GPU,
-    "tiers": GPU | {"kv_gpu_memory": "30KiB", "kv_host_memory": "1MiB", "context": 800},
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_state_goes_with_its_sequence(place: str, folder_of: Callable[[str], Path]) -> None:
+def test_state_goes_with_its_sequence(folder_of: Callable[[str], Path]) -> None:
     """Forked, dropped for others and computed again, with state and layers on the device."""
     folder = folder_of("qwen3_5_text-0")
     requests = [drawn(ids(60, seed), seed, 100, stop=NEVER, priority=seed % 2) for seed in range(4)]
@@ -144,19 +136,31 @@ def test_state_goes_with_its_sequence(place: str, folder_of: Callable[[str], Pat
         model = engine.load_model(folder)
         alone = [model.infer(request).token_ids for request in requests]
         apart = [model.infer(drawn(ids(37, 5), seed)).token_ids for seed in range(7, 10)]
-    options = OPTIONS | {"context": POSITIONS} | PLACES[place]
-    with hmt.Engine(**options) as engine:
+    with hmt.Engine(**OPTIONS | GPU | {"context": POSITIONS}) as engine:
         model = engine.load_model(folder)
         for _ in range(8):  # as after answers of one token: all begin, although not all fit
             model._core.scheduler._forecast.note("", 1, whole=True)
         assert [answer.token_ids for answer in model.infer_batch(requests)] == alone
-        assert place != "device" or model._core.scheduler.load.dropped
+        assert model._core.scheduler.load.dropped
         answers = model.infer_choices(drawn(ids(37, 5), 7), 3)
         assert [answer.token_ids for answer in answers] == apart
+        assert graphs_of(model).works
+
+
+def test_state_is_on_the_device_while_pages_are_in_host_memory(
+    folder_of: Callable[[str], Path],
+) -> None:
+    folder, prompt = folder_of("qwen3_next-0"), ids(520, 3)
+    with hmt.Engine(**OPTIONS) as engine:
+        model = engine.load_model(folder)
+        apart = [model.infer(drawn(prompt, seed, 20)).token_ids for seed in (1, 2)]
+    tiers = {"kv_gpu_memory": "30KiB", "kv_host_memory": "1MiB", "context": 1280}
+    with hmt.Engine(**OPTIONS | GPU | tiers) as engine:
+        model = engine.load_model(folder)
+        answers = model.infer_choices(drawn(prompt, 1, 20), 2)
+        assert [answer.token_ids for answer in answers] == apart
         captured = graphs_of(model)
-        assert captured.works and any(captured.graphs.values())
-        if place == "tiers":
-            assert captured.graphs[True], "some pages were in host memory"
+        assert captured.works and captured.graphs[True], "captured with pages in host memory"
 
 
 @pytest.mark.parametrize("restarts", [False, True])
