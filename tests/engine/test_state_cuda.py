@@ -184,12 +184,12 @@ def test_captured_decoding_is_decoding(name: str, tmp_path: Path) -> None:
             answers = [answer.token_ids for answer in model.infer_batch(requests)]
             found.append((answers, model.logits(tokens, range(120), prefill=100)))
             if executor == "overlapped":
-                captured = model._core.runner.graphs
-                assert isinstance(captured, GraphRunner), captured
+                captured = model._core.runner.executor.graphs
+                assert isinstance(captured, GraphRunner), model.summary().notes
                 assert captured.works and captured.graphs[False], captured.failure
                 assert not model.summary().notes
                 again = model.logits(tokens, range(120), prefill=77)
-                # Products of f32 weights are torch's, which adds otherwise by how many rows there are.
+                # Products with f32 weights are torch's, which adds by how many rows there are.
                 assert float((again - found[-1][1]).abs().max()) < 1e-3
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
     with torch.inference_mode():

@@ -67,7 +67,7 @@ def drawn(tokens: list[int], seed: int, new: int = 12, **options: Any) -> hmt.Re
 
 def graphs_of(model: LoadedModel) -> GraphRunner:
     found = model._core.runner.executor.graphs
-    assert isinstance(found, GraphRunner), model._core.runner.graphs
+    assert isinstance(found, GraphRunner), model.summary().notes
     return found
 
 

@@ -10,7 +10,6 @@ from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExecutor, PlainExecutor
-from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.graphs.selection import open_graphs
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.step_observers import open_observers
@@ -32,7 +31,6 @@ class ModelRunner:
     For the engine's thread only.
 
     executor           walks the layers
-    graphs             steps that a GPU captures; without them, what prevents that; None without one
     expert_prefetcher  of experts on the disk; None where there are none
     meter              what steps cost
     """
@@ -49,14 +47,7 @@ class ModelRunner:
         weights: Weights = self._weights
         if observers:
             weights = WeightsView(self._weights, observers=observers)
-        self.graphs: GraphRunner | str | None = None
-        if on_device is not None and config.executor != "plain":
-            plan, batch = prepared.plan, config.max_batch
-            self.graphs = open_graphs(model, weights, plan, on_device, memory.kv, batch)
-        self.executor = _open_executor(
-            prepared, config, memory, tracer, model, weights,
-            self.graphs if isinstance(self.graphs, GraphRunner) else None,
-        )  # fmt: skip
+        self.executor = _open_executor(prepared, config, memory, tracer, model, weights)
         self.meter = StepMeter(memory, tracer, self.expert_prefetcher)
 
     def run(
@@ -78,10 +69,7 @@ class ModelRunner:
     @property
     def notes(self) -> tuple[str, ...]:
         """What the user should know of how steps run."""
-        reason = self.graphs.failure if isinstance(self.graphs, GraphRunner) else self.graphs
-        if not reason:
-            return ()
-        return (f"decoding steps are not captured, and slower for it: {reason}",)
+        return self.executor.notes
 
     @property
     def expert_prefetch_gain(self) -> ABResult | None:
@@ -106,9 +94,8 @@ def _open_executor(
     tracer: Tracer,
     model: Model,
     weights: Weights,
-    graphs: GraphRunner | None,
 ) -> Executor:
-    plan, kv = prepared.plan, memory.kv
+    plan, kv, on_device = prepared.plan, memory.kv, memory.on_device
     places = DeviceStages(memory.on_devices, plan.stage_devices)
     rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
     if config.executor == "plain":
@@ -118,4 +105,7 @@ def _open_executor(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,
     )  # fmt: skip
+    graphs = None
+    if on_device is not None:
+        graphs = open_graphs(model, weights, plan, on_device, kv, config.max_batch)
     return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows)

@@ -51,9 +51,12 @@ from hmt.kernels.triton.moe import (
 )
 from hmt.kernels.triton.moe import ask as ask_host
 from hmt.kernels.triton.moe import take as take_from_host
-from hmt.kernels.triton.recurrent.causal_conv import causal_conv
-from hmt.kernels.triton.recurrent.delta_rule import gated_delta_rule
-from hmt.kernels.triton.recurrent.state_runs import fixed_state_runs, update_state_runs
+from hmt.kernels.triton.recurrent import (
+    causal_conv,
+    fixed_state_runs,
+    gated_delta_rule,
+    update_state_runs,
+)
 from hmt.kernels.triton.transfer.kv_repack import can_rewrite as can_copy_pages
 from hmt.kernels.triton.transfer.kv_repack import (
     fetch_layer,
