@@ -103,12 +103,17 @@ def _delta_kernel(
             key, value, KEYS, VALUES,
         )  # fmt: skip
         q, k, by_q, by_k, product, stays, learns = _gates(q, k, d, r, scale, bias, KEYS)
+        last = offset + length - 1
+        next_q, next_k, next_v, next_d, next_r = _numbers(
+            qkv, decay, rate, tl.minimum(offset + 1, last), width, heads, keys, key_at, value_at,
+            head, key, value, KEYS, VALUES,
+        )  # fmt: skip
         for number in range(length):
             token = offset + number
-            following = offset + tl.minimum(number + 1, length - 1)
-            next_q, next_k, next_v, d, r = _numbers(
-                qkv, decay, rate, following, width, heads, keys, key_at, value_at, head,
-                key, value, KEYS, VALUES,
+            # Two tokens ahead: what is read takes as long to come as a token takes.
+            then_q, then_k, then_v, then_d, then_r = _numbers(
+                qkv, decay, rate, tl.minimum(token + 2, last), width, heads, keys, key_at,
+                value_at, head, key, value, KEYS, VALUES,
             )  # fmt: skip
             known = tl.sum(state * k[:, None], 0) * (stays * by_k)
             seen = tl.sum(state * q[:, None], 0) * (stays * by_q)
@@ -118,9 +123,10 @@ def _delta_kernel(
             to = out + (token * heads + head) * VALUES + value
             tl.store(to, result, mask=value < VALUES)
             q, k, by_q, by_k, product, stays, learns = _gates(
-                next_q, next_k, d, r, scale, bias, KEYS
+                next_q, next_k, next_d, next_r, scale, bias, KEYS
             )
             v = next_v
+            next_q, next_k, next_v, next_d, next_r = then_q, then_k, then_v, then_d, then_r
         tl.store(own, state, mask=(key < KEYS * advances)[:, None] & column)
 
 
