@@ -101,7 +101,7 @@ def test_slow_decays_keep_their_digits(device: torch.device) -> None:
     small = torch.log(1 + torch.exp(torch.tensor(-9.0)))
     cut = torch.exp(-torch.exp(torch.tensor(5.0)) * small) ** 12
     assert abs(float(cut) - float(wanted[0, 0, 0])) > 2e-5, "what this is about"
-    torch.testing.assert_close(states[0].cpu().double(), wanted, atol=4e-6, rtol=0)
+    torch.testing.assert_close(states[0].cpu().double(), wanted, atol=8e-6, rtol=0)
 
 
 @pytest.mark.parametrize("width", [2, 4, 9, 64])
