@@ -100,6 +100,7 @@ def test_all_kernels_of_a_gpu_are_compiled_before_they_are_timed(
         *gpu_kernels._attention(2, 32, None, 0),
         *gpu_kernels._latent(2, 32, None, 0),
         *gpu_kernels._between(1, None),
+        *gpu_kernels._recurrent(2, 3, None, 0),
     ]
     found = {one.name for one in named if one.engine == "hmt"}
     assert found == set().union(*parts) and sum(map(len, parts)) == len(found)

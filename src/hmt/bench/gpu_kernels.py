@@ -33,10 +33,19 @@ from hmt.bench.environment import describe
 from hmt.bench.kernels import result_of
 from hmt.contracts.encoding import Activations
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.store import StateRun
 from hmt.hardware.machine import machine_for
 from hmt.kernels import ops
 from hmt.kernels.cpu.threads import usable_threads
-from hmt.kernels.reference import AttentionMetadata, PagedSegment, PageEncoding, PageLayout, Pages
+from hmt.kernels.reference import (
+    AttentionMetadata,
+    DeltaHeads,
+    PagedSegment,
+    PageEncoding,
+    PageLayout,
+    Pages,
+    StateRuns,
+)
 from hmt.kernels.triton.moe.moe_dispatch import experts_by_table
 from hmt.kernels.triton.moe.weight_table import make_table
 
@@ -63,6 +72,10 @@ _BETWEEN = (
     "top 8 of 256, in groups",
     "top 8 of 256",
 )
+_DELTA_HEADS = DeltaHeads(16, 32, 128, 128)  # Qwen3-Next's
+_TAPS = 4
+_RECURRENT = ("convolution over time", "delta rule")
+_SEQUENCES = ((1, 2048), (1, 1), (8, 1), (64, 1))  # and tokens of each, for recurrent state
 _PAGES = (PageEncoding.BF16, PageEncoding.INT8, PageEncoding.FP8)
 _LATENT_PAGES = (PageEncoding.BF16, PageEncoding.FP8)
 _PROCESS_BYTES = 4 * GIB  # that one which compiles may take of a GPU: 1.6 are 64 experts
@@ -145,7 +158,7 @@ def _compile_all(
 def _tasks(names: set[str] | None) -> list[set[str]]:
     """All names, or of `names`, in the parts in which they are compiled."""
     latent, pages = map(_latent_name, _LATENT_PAGES), map(_page_name, _PAGES)
-    parts = [*({name} for name in (*latent, *pages, *formats())), set(_BETWEEN)]
+    parts = [*({name} for name in (*latent, *pages, *formats())), set(_BETWEEN), set(_RECURRENT)]
     return [some for part in parts if (some := part if names is None else part & names)]
 
 
@@ -247,6 +260,9 @@ def _groups(
         )
     for rows in _ROWS if shapes else ():
         yield "between products", rows, list(_between(rows, names))
+    for sequences, count in _SEQUENCES if shapes else ():
+        what = f"recurrent state of {sequences}"
+        yield what, sequences * count, list(_recurrent(sequences, count, names, memory_bytes))
 
 
 def _experts(tokens: int, names: set[str] | None) -> Iterator[Competitor]:
@@ -380,3 +396,36 @@ def _between(rows: int, names: set[str] | None) -> Iterator[Competitor]:
     for name, (call, nbytes) in zip(_BETWEEN, ways, strict=True):
         if names is None or name in names:
             yield Competitor("hmt", name, (call,) * 16, rows * nbytes, 0, "-")
+
+
+def _recurrent(
+    sequences: int, tokens: int, names: set[str] | None, memory_bytes: int
+) -> Iterator[Competitor]:
+    """Convolution and delta rule of one layer, for `tokens` of each sequence.
+
+    What they must read and write: the state once, and each token.
+    """
+    heads, count = _DELTA_HEADS, sequences * tokens
+    runs = StateRuns(StateRun(at, at * tokens, tokens, begins=False) for at in range(sequences))
+    qkv, out = torch.randn(count, heads.width).bfloat16(), count * heads.values_width * 2
+    decay, rate = (torch.randn(count, heads.heads).bfloat16() for _ in "ab")
+    scale, bias = torch.randn(2, heads.heads).unbind()
+    weight = torch.randn(heads.width, _TAPS).bfloat16()
+    tails = _TAPS - 1, heads.width
+    matrix = heads.heads, heads.key_dim, heads.value_dim
+    # Decay, two products with the state, and what is added to it.
+    each = {_RECURRENT[0]: 2 * _TAPS * heads.width, _RECURRENT[1]: 7 * math.prod(matrix)}
+    for name, shape, moved in zip(
+        _RECURRENT, (tails, matrix), (2 * qkv.nbytes, qkv.nbytes + out), strict=True
+    ):
+        if names is not None and name not in names:
+            continue
+        nbytes = 2 * 4 * sequences * math.prod(shape) + moved
+        calls: list[Callable[[], object]] = []
+        for states in torch.zeros(1 + memory_bytes // nbytes, sequences, *shape).unbind():
+            if name == _RECURRENT[0]:
+                calls.append(partial(ops.causal_conv, qkv, weight, states, runs))
+            else:
+                rule = partial(ops.gated_delta_rule, qkv, decay, rate, scale, bias)
+                calls.append(partial(rule, states, runs, heads))
+        yield Competitor("hmt", name, tuple(calls), nbytes, count * each[name], "-")

@@ -142,16 +142,18 @@ class Weights(Protocol):
 class StateRun:
     """A run of a step, and where its sequence's recurrent state is.
 
-    slot    index of the state in the tensors of all sequences
-    offset  index of the run's first token in the step's flat arrays
-    begins  The run begins with the sequence's first token: its state counts as zero, whatever the
-            slot holds.
+    slot      index of the state in the tensors of all sequences
+    offset    index of the run's first token in the step's flat arrays
+    begins    The run begins with the sequence's first token: its state counts as zero, whatever
+              the slot holds.
+    advances  Otherwise the slot stays as it is; results are the same.
     """
 
     slot: int
     offset: int
     length: int
     begins: bool
+    advances: bool = True
 
     @property
     def tokens(self) -> slice:

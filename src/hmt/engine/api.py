@@ -220,7 +220,7 @@ class LoadedModel:
             peak_rss_bytes=peak_resident_bytes(),
             expert_prefetch_gain=core.runner.expert_prefetch_gain,
             pools=core.memory.pool_stats(),
-            notes=self.prepared.model.spec.remarks,
+            notes=self.prepared.model.spec.remarks + core.runner.notes,
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,

@@ -67,6 +67,11 @@ class ModelRunner:
         return self.executor.surveys
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of how steps run."""
+        return self.executor.notes
+
+    @property
     def expert_prefetch_gain(self) -> ABResult | None:
         """Whether prefetched experts make steps faster, as the last trial found."""
         return None if self.expert_prefetcher is None else self.expert_prefetcher.verdict

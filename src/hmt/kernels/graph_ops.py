@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hmt.contracts.store import StateRun
 from hmt.kernels import reference
 from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kernels.ops import by_device_of
 from hmt.kernels.reference.kv_pages import AttentionMetadata, PagedSegment
+from hmt.kernels.reference.recurrent import StateRuns
 from hmt.kernels.reference.sampling import LogitStats
 from hmt.kernels.row_table import RowTable
 
@@ -34,6 +36,17 @@ def fill_runs(runs: AttentionMetadata, given: Sequence[PagedSegment]) -> None:
     """Let what `fixed_runs` made stand for `given` from now on, without waiting for the device."""
     (held,) = runs.device
     backend_of(held.spans).update_runs(runs, given)
+
+
+def fixed_state_runs(where: torch.device, tokens: int) -> StateRuns | None:
+    """The same of runs whose sequences have recurrent state.  See `fill_state_runs`."""
+    runs: StateRuns | None = backend_on(where).fixed_state_runs(where, tokens)
+    return runs
+
+
+def fill_state_runs(runs: StateRuns, given: Sequence[StateRun]) -> None:
+    """Let what `fixed_state_runs` made stand for `given`, without waiting for the device."""
+    backend_of(runs.device.table).update_state_runs(runs, given)
 
 
 def can_look_up_rows(where: torch.device) -> bool:

@@ -25,6 +25,7 @@ from hmt.kernels.reference import (
     FeedForward,
     LogitStats,
     NormOptions,
+    StateRuns,
     attention_output,
     merge_attention,
 )

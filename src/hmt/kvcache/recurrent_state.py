@@ -1,6 +1,7 @@
 """Recurrent state of sequences: a slot of a fixed size for each, in the memory of its layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from hmt.contracts.model import LayerState
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import RecurrentState, StateRun
+from hmt.kernels import graph_ops, ops
 from hmt.kvcache.page_store import Pool
 from hmt.kvcache.page_table import Ints
 from hmt.kvcache.sequence_slots import SequenceSlots
@@ -55,14 +57,37 @@ class StateStore:
                 self._layers[index][tensor.name] = own
                 first = end
         self._positions: dict[int, int] = {}  # by sequence; of those that are open
-        self._step: Step | None = None
-        self._runs: tuple[StateRun, ...] = ()
+        self._segments: tuple[Segment, ...] | None = None  # of the step that has begun
+        self._runs = ops.StateRuns()
+        self._captured: Step | None = None  # that stands for it in a capture
+        self._captured_runs = ops.StateRuns()
 
     def of(self, layer: int, step: Step) -> RecurrentState:
         """See KVCache.state."""
-        if self._step is not step:
-            self._step, self._runs = step, self._begin(step)
+        if step is self._captured:
+            return RecurrentState(self._layers[layer], self._captured_runs)
+        self.begin(step)
         return RecurrentState(self._layers[layer], self._runs)
+
+    def begin(self, step: Step) -> None:
+        """Layers will advance the state by the tokens of `step`; once for all steps of its runs."""
+        if self._segments is not step.segments:
+            self._segments, self._runs = step.segments, self._begin(step)
+
+    def hold(self, captured: Step, runs: ops.StateRuns | None, *, advances: bool = True) -> None:
+        """Let `captured` stand for the step that has begun, until another one is named here.
+
+        runs       what `graph_ops.fixed_state_runs` made, which is filled in the order of the
+                   current stream; None: kernels read Python's own objects
+        advances   Otherwise layers leave all state as it is, and compute the same: for calls before
+                   those that count.
+        """
+        given = self._runs
+        if not advances:
+            given = ops.StateRuns(replace(run, advances=False) for run in given)
+        if runs is not None:
+            graph_ops.fill_state_runs(runs, given)
+        self._captured, self._captured_runs = captured, given if runs is None else runs
 
     def copy(self, sequence: int, other: int) -> None:
         """Let the slot of `other`, which is new, hold what that of `sequence` holds."""
@@ -104,7 +129,7 @@ class StateStore:
         if self._buffer is not None:
             self._pool.free(self._buffer)
 
-    def _begin(self, step: Step) -> tuple[StateRun, ...]:
+    def _begin(self, step: Step) -> ops.StateRuns:
         """The runs of a step, by whose tokens every layer will advance its state."""
         opened = self.slots.sequences
         for sequence in self._positions.keys() - opened:
@@ -124,7 +149,7 @@ class StateStore:
             runs.append(
                 StateRun(self.slot_of(run.sequence), run.offset, run.length, run.start == 0)
             )
-        return tuple(runs)
+        return ops.StateRuns(runs)
 
     def _copy_out(self, run: Segment) -> None:
         """Make a checkpoint of the state with which a run begins, if it is worth one."""

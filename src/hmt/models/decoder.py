@@ -71,8 +71,6 @@ class Decoder(ABC, Model):
             experts_per_token=0 if router is None else router.top_k,
             together=all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
-            # Where its runs lie is said in Python numbers, which a capture would hold fast.
-            capturable=not state,
             state=tuple(state),
             rotary_border=common_border(rotary.border for rotary in self._rotaries),
         )

@@ -130,6 +130,11 @@ class Executor(ABC):
         """None, by default."""
         return {}
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of how steps run."""
+        return ()
+
     def replayed_s(self, times: int) -> float:
         """See GraphRunner; 0 where nothing is captured."""
         return 0.0
@@ -192,13 +197,17 @@ class OverlappedExecutor(Executor):
         ahead: ReadAhead,
         tracer: Tracer | None = None,
         places: DeviceStages | None = None,
-        graphs: GraphRunner | None = None,
+        graphs: GraphRunner | str | None = None,
         scored_rows: int = 1,
     ) -> None:
-        """`graphs` computes what it can of steps after their embedding."""
+        """`graphs` computes what it can of steps after their embedding, or why there are none.
+
+        None where no device takes part.
+        """
         super().__init__(model, weights, kv, tracer, places, scored_rows)
         self._ahead = ahead
-        self.graphs = graphs
+        self.graphs = graphs if isinstance(graphs, GraphRunner) else None
+        self._obstacle = graphs if isinstance(graphs, str) else ""
         self._together = None
         if self._places.alike:
             self._together = model.fused_layers(range(model.spec.layers), weights, kv)
@@ -207,6 +216,14 @@ class OverlappedExecutor(Executor):
     @override
     def expert_uses(self) -> Mapping[int, Sequence[int]]:
         return {} if self._together is None else self._together.expert_uses
+
+    @property
+    @override
+    def notes(self) -> tuple[str, ...]:
+        reason = self._obstacle if self.graphs is None else self.graphs.failure
+        if not reason:
+            return ()
+        return (f"decoding steps are not captured, and slower for it: {reason}",)
 
     @torch.inference_mode()
     @override

@@ -83,6 +83,10 @@ def allocate(
         )  # fmt: skip
         kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack)
         prefixes = open_prefixes(model, prepared.source, config, kv, pools["prefixes"], stack)
+        for on_device in on_devices:
+            # What this thread does to KV pages and recurrent state between steps (forks, prefixes)
+            # comes before the next step then.
+            stack.enter_context(on_device.device.compute_stream())
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         trace = None
         if config.expert_trace is not None:

@@ -4,7 +4,8 @@ Sums are those of `hmt.kernels.reference` in another order, and products are not
 are added; neither depends on how many tokens or sequences are computed together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -33,20 +34,21 @@ def causal_conv(
     channels, width = weight.shape
     assert x.shape[1] == channels and tails.shape[1:] == (width - 1, channels)
     taps, out = weight.float().contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    native.causal_conv(
-        x.data_ptr(),
-        DTYPES[x.dtype],
-        channels,
-        width,
-        x.stride(0),
-        taps.data_ptr(),
-        tails.data_ptr(),
-        _slot_stride(tails),
-        out.data_ptr(),
-        gated,
-        _numbers(runs),
-        torch.get_num_threads(),
-    )
+    with _kept(tails, runs):
+        native.causal_conv(
+            x.data_ptr(),
+            DTYPES[x.dtype],
+            channels,
+            width,
+            x.stride(0),
+            taps.data_ptr(),
+            tails.data_ptr(),
+            _slot_stride(tails),
+            out.data_ptr(),
+            gated,
+            _numbers(runs),
+            torch.get_num_threads(),
+        )
     return out
 
 
@@ -74,26 +76,37 @@ def gated_delta_rule(
     assert states.shape[1:] == (heads.heads, heads.key_dim, heads.value_dim)
     out = torch.empty(tokens, heads.heads, heads.value_dim, dtype=dtype)
     work = torch.empty(tokens, 2 * heads.keys_width + 2 * heads.heads)
-    native.gated_delta_rule(
-        qkv.data_ptr(),
-        DTYPES[dtype],
-        tokens,
-        heads.key_heads,
-        heads.heads,
-        heads.key_dim,
-        heads.value_dim,
-        decay.data_ptr(),
-        rate.data_ptr(),
-        scale.data_ptr(),
-        bias.data_ptr(),
-        states.data_ptr(),
-        _slot_stride(states),
-        out.data_ptr(),
-        work.data_ptr(),
-        _numbers(runs),
-        torch.get_num_threads(),
-    )
+    with _kept(states, runs):
+        native.gated_delta_rule(
+            qkv.data_ptr(),
+            DTYPES[dtype],
+            tokens,
+            heads.key_heads,
+            heads.heads,
+            heads.key_dim,
+            heads.value_dim,
+            decay.data_ptr(),
+            rate.data_ptr(),
+            scale.data_ptr(),
+            bias.data_ptr(),
+            states.data_ptr(),
+            _slot_stride(states),
+            out.data_ptr(),
+            work.data_ptr(),
+            _numbers(runs),
+            torch.get_num_threads(),
+        )
     return out
+
+
+@contextmanager
+def _kept(states: Tensor, runs: Sequence[StateRun]) -> Iterator[None]:
+    """Once the body has changed `states` in place, those of runs that do not advance are back."""
+    slots = [run.slot for run in runs if not run.advances]
+    before = states[slots] if slots else None
+    yield
+    if before is not None:
+        states[slots] = before
 
 
 def _slot_stride(states: Tensor) -> int:

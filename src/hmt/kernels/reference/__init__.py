@@ -60,7 +60,13 @@ from hmt.kernels.reference.matmul import (
     quantize_activation_blocks,
     quantize_activations,
 )
-from hmt.kernels.reference.recurrent import DeltaHeads, causal_conv, gated_delta_rule
+from hmt.kernels.reference.recurrent import (
+    DeltaHeads,
+    StateRuns,
+    causal_conv,
+    fixed_state_runs,
+    gated_delta_rule,
+)
 from hmt.kernels.reference.routing import (
     biased_sigmoid_topk,
     grouped_softmax_topk,

@@ -6,6 +6,7 @@ prompt is divided into steps.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,23 @@ class DeltaHeads:
         return 2 * self.keys_width + self.values_width
 
 
+class StateRuns(tuple[StateRun, ...]):
+    """The runs of a step, made once for all layers.
+
+    device   what kernels for GPUs made of them
+    """
+
+    device: Any = None
+
+
+def fixed_state_runs(where: torch.device, count: int) -> StateRuns | None:
+    """Up to `count` runs of one token each, in tensors that stay on a device.
+
+    None: plain torch reads runs from Python's own objects.
+    """
+    return None
+
+
 def causal_conv(
     x: Tensor, weight: Tensor, tails: Tensor, runs: Sequence[StateRun], *, gated: bool = True
 ) -> Tensor:
@@ -56,14 +74,14 @@ def causal_conv(
     out = torch.empty_like(x)
     for run in runs:
         tail = tails[run.slot]
-        if run.begins:
-            tail.zero_()
-        rows = torch.cat((tail, x[run.tokens].float()))  # [width - 1 + length, channels]
+        known = torch.zeros_like(tail) if run.begins else tail
+        rows = torch.cat((known, x[run.tokens].float()))  # [width - 1 + length, channels]
         total = rows[: run.length] * taps[0]
         for tap in range(1, before + 1):
             total = total + rows[tap : tap + run.length] * taps[tap]
         out[run.tokens] = (total * sigmoid(total) if gated else total).to(x.dtype)
-        tail.copy_(rows[run.length :])
+        if run.advances:
+            tail.copy_(rows[run.length :])
     return out
 
 
@@ -102,7 +120,7 @@ def gated_delta_rule(
     learns = sigmoid(rate)
     out = torch.empty_like(value)
     for run in runs:
-        state = states[run.slot]
+        state = states[run.slot] if run.advances else states[run.slot].clone()
         if run.begins:
             state.zero_()
         for at in range(run.offset, run.offset + run.length):

@@ -51,6 +51,12 @@ from hmt.kernels.triton.moe import (
 )
 from hmt.kernels.triton.moe import ask as ask_host
 from hmt.kernels.triton.moe import take as take_from_host
+from hmt.kernels.triton.recurrent import (
+    causal_conv,
+    fixed_state_runs,
+    gated_delta_rule,
+    update_state_runs,
+)
 from hmt.kernels.triton.transfer.kv_repack import can_rewrite as can_copy_pages
 from hmt.kernels.triton.transfer.kv_repack import (
     fetch_layer,
@@ -74,6 +80,7 @@ __all__ = [
     "biased_sigmoid_topk",
     "block_table",
     "can_copy_pages",
+    "causal_conv",
     "code_rows_at",
     "combine_parts",
     "copy_pairs",
@@ -88,7 +95,9 @@ __all__ = [
     "fetch_pages",
     "fetch_rows",
     "fixed_runs",
+    "fixed_state_runs",
     "gated",
+    "gated_delta_rule",
     "gated_pair",
     "greedy",
     "grouped_softmax_topk",
@@ -115,4 +124,5 @@ __all__ = [
     "softmax_topk",
     "take_from_host",
     "update_runs",
+    "update_state_runs",
 ]

@@ -20,10 +20,10 @@ import torch
 from typing_extensions import override
 
 from hmt.contracts.step import Segment, Step
-from hmt.contracts.store import KVCache
+from hmt.contracts.store import KVCache, RecurrentState
 from hmt.kernels import graph_ops, ops
 from hmt.kvcache.offload.attention_merge import LseMerge
-from hmt.kvcache.offload.base import OffloadedKVBase
+from hmt.kvcache.offload.base import LayerStates, OffloadedKVBase
 from hmt.kvcache.offload.host_attention import Query, attend_into
 from hmt.kvcache.offload.page_fetch import PageFetch
 from hmt.kvcache.offload.sliding_window import SlidingWindowPages
@@ -75,6 +75,15 @@ class GraphKVCache(OffloadedKVBase, KVCache):
         self._host_query: dict[tuple[int, int], _HostQuery] = {}  # by layer and tokens
         self._left_out: dict[int, Mapping[int, Ints]] = {}  # by layer, of the last step
         self._parts: dict[tuple[int, ...], tuple[torch.Tensor, LseMerge]] = {}  # by shape
+
+    @property
+    @override
+    def states(self) -> LayerStates:
+        return self._kv.states
+
+    @override
+    def state(self, layer: int, step: Step) -> RecurrentState:
+        return self._kv.state(layer, step)
 
     @property
     def device_tokens(self) -> int:

@@ -72,6 +72,7 @@ class CapturedGraph:
                  now
     runs         where tokens lie, in tensors that stay where they are; None where kernels read
                  `step`
+    state_runs   the same of recurrent state
     logit_stats  of the logits that a replay leaves; None where it leaves hidden states
     has_host_part   whether the CPU computes between its device graphs
     recorded     its segments, once it is captured
@@ -85,6 +86,7 @@ class CapturedGraph:
     step: Step
     runs: ops.AttentionMetadata | None
     has_host_part: bool
+    state_runs: ops.StateRuns | None = None
     recorded: CapturedStep | None = None
     logit_stats: torch.Tensor | None = None
     rooms: list[int] = field(default_factory=list)
@@ -115,6 +117,7 @@ class GraphRunner:
     """Computes logits of steps of one token per run.  For one thread.
 
     surveys   what is known of each row of the last logits
+    failure   why no step is captured any more; "" while they are
     graphs    captures, by whether some of a step's pages are in host memory or on disk
     """
 
@@ -148,12 +151,15 @@ class GraphRunner:
         # Whether a step is one graph, and the copy stream idle meanwhile.  Else the next step's
         # weights or pages are copied beside it, and its tokens would wait for the CPU's part.
         self._is_single = not host_ffn and self._tiers is None
-        # While the CPU answers at the channel, it cannot see that a guess was wrong.
+        self._states = kv.states
+        # While the CPU answers at the channel, it cannot see that a guess was wrong.  And recurrent
+        # state that a wrong guess has advanced does not lie behind the runs, as its keys do.
         self._runs_ahead = self._is_single and self._looks_up and head and channel is None
+        self._runs_ahead &= self._states is None
         self.graphs: dict[bool, OrderedDict[GraphKey, CapturedGraph]]
         self.graphs = {offloaded: OrderedDict() for offloaded in (False, True)}
         self._offloaded = False  # of the step that is computed now
-        self.works = True
+        self.failure = ""
         self._async_step: _AsyncNextStep | None = None
         self.surveys: tuple[LogitStats, ...] = ()
         self._skip = self._skipped = 0
@@ -173,7 +179,7 @@ class GraphRunner:
             if found is None:
                 return None
             captured, result = found, self._start(found)
-        begun = self._begin_next(captured, step) if self._may_run_ahead(captured, step) else None
+        begun = self._begin_next(captured) if self._may_run_ahead(captured, step) else None
         result.arrived.wait()
         logits, surveys = result.left, result.logit_stats
         if surveys is None:
@@ -193,6 +199,8 @@ class GraphRunner:
             return None
         if self._tiers is not None:
             self._offloaded = self._tiers.begin(step)
+        if self._states is not None:
+            self._states.begin(step)
         graphs, tokens = self.graphs[self._offloaded], len(step.token_ids)
         longest = max(run.context for run in step.segments)
         context = max(_SHORTEST, 1 << (longest - 1).bit_length())
@@ -220,16 +228,25 @@ class GraphRunner:
             return False
         return self._channel is None or tokens <= self._channel.tokens
 
+    @property
+    def works(self) -> bool:
+        """Whether steps are captured."""
+        return not self.failure
+
     def replayed_s(self, times: int) -> float:
         """Seconds of the device for the step it computed last, as one of many in a row.
 
         Between the runs' steps; each of so many `times` writes one position further behind them,
-        where they must have room.  0 where nothing is captured, or the CPU has a part in it.
+        where they must have room, and reads recurrent state, which stays as it is.
+        0 where nothing is captured, or the CPU has a part in it.
         """
         captured = next(reversed(self.graphs[self._offloaded].values()), None)
         if captured is None or captured.recorded is None or self._channel is not None:
             return 0.0
+        if captured.runs is None and self._async_step is None:
+            self._advance(captured)
         self._async_step = None  # the next step sends its own tensors
+        self._hold_states(captured, advances=False)
         self._device.synchronize()
         begin = time.perf_counter()
         for _ in range(times):
@@ -259,13 +276,17 @@ class GraphRunner:
             for run, room in zip(step.segments, captured.rooms, strict=True)
         )
 
-    def _begin_next(self, captured: CapturedGraph, step: Step) -> _Result:
+    def _begin_next(self, captured: CapturedGraph) -> _Result:
         self.async_steps.begun += 1
-        if captured.runs is None:  # a fake device: kernels read the step
-            own = captured.step
-            runs = _next(step.segments)
-            captured.step = Step(own.token_ids, own.positions, runs, own.logit_rows)
+        if captured.runs is None:
+            self._advance(captured)
         return self._start(captured)
+
+    def _advance(self, captured: CapturedGraph) -> None:
+        """Let the step be the next one, where kernels read its runs: on a fake device."""
+        own = captured.step
+        runs = _next(own.segments)
+        captured.step = Step(own.token_ids, own.positions, runs, own.logit_rows)
 
     # Captures
 
@@ -307,8 +328,11 @@ class GraphRunner:
             ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
         step = Step(ids, positions, (), torch.arange(tokens, device=where))
         most = context if self._tiers is None else min(context, self._tiers.device_tokens)
-        runs = graph_ops.fixed_runs(self._device.where, tokens, most)
-        return CapturedGraph(context, hidden, step, runs, self.host_ffn or self._offloaded)
+        runs, state_runs = graph_ops.fixed_runs(where, tokens, most), None
+        if self._states is not None:
+            state_runs = graph_ops.fixed_state_runs(where, tokens)
+        in_parts = self.host_ffn or self._offloaded
+        return CapturedGraph(context, hidden, step, runs, in_parts, state_runs)
 
     def _send(self, captured: CapturedGraph, step: Step) -> None:
         if captured.hidden is not None:
@@ -323,6 +347,11 @@ class GraphRunner:
             self._kv.hold(captured.step, captured.runs)
         elif self._tiers is not None:
             self._tiers.hold(captured.step, None)
+        self._hold_states(captured)
+
+    def _hold_states(self, captured: CapturedGraph, *, advances: bool = True) -> None:
+        if self._states is not None:
+            self._states.hold(captured.step, captured.state_runs, advances=advances)
 
     def _replay(self, captured: CapturedGraph) -> torch.Tensor:
         assert captured.recorded is not None
@@ -383,11 +412,12 @@ class GraphRunner:
             self._channel.is_open = True  # no kernel waits yet: all has been answered
         try:
             # Compiles kernels, and makes what they keep.
+            self._hold_states(captured, advances=False)
             self._compute(captured, self._weights, InlineRecorder())
             self._send(captured, step)  # what was made for a step belongs into the capture
             captured.recorded = self._record(captured)
         except RuntimeError as error:
-            self.works = False
+            self.failure = str(error)
             warn_once("capture", f"steps cannot be captured ({error}): decoding will be slower")
         finally:
             if self._channel is not None:

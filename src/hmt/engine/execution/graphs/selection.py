@@ -15,47 +15,52 @@ _MAX_PROMPT_LOGIT_ROWS = 32
 
 def open_graphs(
     model: Model, weights: Weights, plan: Plan, on_device: OnDevice, kv: AnyKV, batch: int
-) -> GraphRunner | None:
+) -> GraphRunner | str:
     """Captured steps, where all but embedding, head and experts is on the device.
 
     Experts may be elsewhere if the device can ask for them.  So may feed-forward networks of a
-    model without experts, and KV pages of one whose experts are on the device.
+    model without experts, and KV pages of one whose experts are on the device.  Recurrent state is
+    where its layers are.  Otherwise what prevents capturing, for people.
     """
+    own, device = on_device.weights, on_device.device
     if not model.spec.capturable:
-        return None
+        return "modules of transformers compute its layers"
+    if not graph_ops.has_kernels(device.where):
+        return f"{device.name} computes in plain torch"
     seldom: tuple[BlockKind, ...] = (BlockKind.EMBEDDING, BlockKind.EXPERT)
     host_ffn = _leaves_only_networks(model, plan)
     head = all(home is Tier.DEVICE for b, home in plan.homes.items() if b.kind is BlockKind.HEAD)
     seldom += () if head else (BlockKind.HEAD,)
     homes = {home for block, home in plan.homes.items() if block.kind not in seldom}
     if homes != {Tier.DEVICE} and not host_ffn:
-        return None
-    own, device = on_device.weights, on_device.device
+        return "attention of some layers is not on the GPU"
     if isinstance(kv, TieredKV):
         homes = {home for b, home in plan.homes.items() if b.kind is not BlockKind.EMBEDDING}
-        if not (homes == {Tier.DEVICE} or host_ffn) or not graph_ops.has_kernels(device.where):
-            return None
+        if not (homes == {Tier.DEVICE} or host_ffn):
+            return "experts are not on the GPU, and neither are all KV pages"
         there = homes == {Tier.DEVICE}
         return GraphRunner(model, own, GraphKVCache(kv, device), device, host_ffn=not there)
     if not isinstance(kv, PagedKV):
-        return None  # some layers compute on the CPU
+        return "the CPU computes some layers"
     if homes != {Tier.DEVICE}:
         return GraphRunner(model, own, kv, device, host_ffn=True)
     experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
     away = {b.layer for b in experts if plan.homes[b] is not Tier.DEVICE}
     if experts and weights is not own:
-        return None  # observers listen to routers
+        return "what routers choose is recorded"
     if not away:
         return GraphRunner(model, own, kv, device, head=head)
     if any(weights.moe_backend(layer) is None for layer in away):
-        return None
+        return "the CPU is not asked for experts of some layers"
     channel = own.open_channel(
         tokens=min(batch, _MAX_PROMPT_LOGIT_ROWS),
         hidden=model.spec.hidden_size,
         top_k=model.spec.experts_per_token,
         dtype=model.dtype,
     )
-    return None if channel is None else GraphRunner(model, own, kv, device, channel, head=head)
+    if channel is None:
+        return "the GPU cannot ask the CPU for experts"
+    return GraphRunner(model, own, kv, device, channel, head=head)
 
 
 def _leaves_only_networks(model: Model, plan: Plan) -> bool:

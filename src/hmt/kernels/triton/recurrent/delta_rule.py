@@ -1,0 +1,177 @@
+"""The gated delta rule, token by token, with the state in registers.
+
+A program has some columns of one head's matrix and goes through the tokens of one run in their
+order, so no division of a prompt and no other sequence changes a bit.  What it waits for is a chain
+from each token to the next, which is kept short: both products with the state are of the state
+before the token,
+
+    q S' = g (q S) + (q k) b (v - g (k S)),
+
+lengths of queries and keys are factors of what was multiplied, and what the next token needs that
+is not the state is read and computed meanwhile.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hmt.contracts.store import StateRun
+from hmt.kernels import reference
+from hmt.kernels.reference import DeltaHeads
+from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
+from hmt.kernels.triton.recurrent.state_runs import device_state_runs, state_run
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EPS = tl.constexpr(1e-6)
+# Programs of one warp each that keep the four schedulers of every multiprocessor of a large card
+# busy: what a token takes is mostly waiting, which more columns in a warp make longer.
+_PROGRAMS = 512
+_MOST_COLUMNS, _FEWEST_COLUMNS = 32, 4
+_STATE_NUMBERS = 4096  # of a program: 128 registers of a thread
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x)) with a relative error of some 2^-23, also where it is small."""
+    power = tl.exp(-tl.abs(x))
+    # log(1 + y) = 2 artanh(y / (2 + y)); y / (2 + y) is at most 1/3.
+    s = power / (2.0 + power)
+    square = s * s
+    series = 1.0 / 15.0
+    series = series * square + 1.0 / 13.0
+    series = series * square + 1.0 / 11.0
+    series = series * square + 1.0 / 9.0
+    series = series * square + 1.0 / 7.0
+    series = series * square + 1.0 / 5.0
+    series = series * square + 1.0 / 3.0
+    series = series * square + 1.0
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def _numbers(
+    qkv, decay, rate, token, width, heads, keys, key_at, value_at, head,
+    key, value, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
+    """A token's query, key and value, its decay and its rate, as they come."""
+    row = qkv + token * width
+    q = tl.load(row + key_at + key, mask=key < KEYS, other=0.0)
+    k = tl.load(row + keys + key_at + key, mask=key < KEYS, other=0.0)
+    v = tl.load(row + 2 * keys + value_at + value, mask=value < VALUES, other=0.0)
+    return q, k, v, tl.load(decay + token * heads + head), tl.load(rate + token * heads + head)
+
+
+@triton.jit
+def _gates(q, k, decay, rate, scale, bias, KEYS: tl.constexpr):
+    """Query and key in f32 with the factors that make their lengths 1, q k, g and b."""
+    q, k = q.to(tl.float32), k.to(tl.float32)
+    by_q = tl.rsqrt(tl.sum(q * q, 0) + _EPS) * (KEYS**-0.5)
+    by_k = tl.rsqrt(tl.sum(k * k, 0) + _EPS)
+    product = tl.sum(q * k, 0) * by_q * by_k
+    stays = tl.exp(-scale * _softplus(decay.to(tl.float32) + bias))
+    learns = 1.0 / (1.0 + tl.exp(-rate.to(tl.float32)))
+    return q, k, by_q, by_k, product, stays, learns
+
+
+@triton.jit
+def _delta_kernel(
+    qkv, decay, rate, decay_scale, decay_bias, states, out, table,
+    width, heads, shared, keys, slot_stride,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of the matrix of one head, for all tokens of one run."""
+    next_may_begin(DEPENDENT)
+    head = tl.program_id(1)
+    key = tl.arange(0, KEY_ROWS)
+    value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    scale = tl.exp(tl.load(decay_scale + head).to(tl.float32))
+    bias = tl.load(decay_bias + head).to(tl.float32)
+    inputs_are_there(DEPENDENT)
+    slot, offset, length, begins, advances = state_run(table, tl.program_id(2))
+    if length > 0:
+        column = (value < VALUES)[None, :]
+        own = states + slot * slot_stride + head * (KEYS * VALUES)
+        own += key[:, None] * VALUES + value[None, :]
+        state = tl.load(own, mask=(key < KEYS * (1 - begins))[:, None] & column, other=0.0)
+        key_at, value_at = head // shared * KEYS, head * VALUES
+        q, k, v, d, r = _numbers(
+            qkv, decay, rate, offset, width, heads, keys, key_at, value_at, head,
+            key, value, KEYS, VALUES,
+        )  # fmt: skip
+        q, k, by_q, by_k, product, stays, learns = _gates(q, k, d, r, scale, bias, KEYS)
+        last = offset + length - 1
+        next_q, next_k, next_v, next_d, next_r = _numbers(
+            qkv, decay, rate, tl.minimum(offset + 1, last), width, heads, keys, key_at, value_at,
+            head, key, value, KEYS, VALUES,
+        )  # fmt: skip
+        for number in range(length):
+            token = offset + number
+            # Two tokens ahead: what is read takes as long to come as a token takes.
+            then_q, then_k, then_v, then_d, then_r = _numbers(
+                qkv, decay, rate, tl.minimum(token + 2, last), width, heads, keys, key_at,
+                value_at, head, key, value, KEYS, VALUES,
+            )  # fmt: skip
+            known = tl.sum(state * k[:, None], 0) * (stays * by_k)
+            seen = tl.sum(state * q[:, None], 0) * (stays * by_q)
+            missing = learns * (v.to(tl.float32) - known)
+            state = state * stays + k[:, None] * (by_k * missing)[None, :]
+            result = (seen + product * missing).to(out.dtype.element_ty)
+            to = out + (token * heads + head) * VALUES + value
+            tl.store(to, result, mask=value < VALUES)
+            q, k, by_q, by_k, product, stays, learns = _gates(
+                next_q, next_k, next_d, next_r, scale, bias, KEYS
+            )
+            v = next_v
+            next_q, next_k, next_v, next_d, next_r = then_q, then_k, then_v, then_d, then_r
+        tl.store(own, state, mask=(key < KEYS * advances)[:, None] & column)
+
+
+def gated_delta_rule(
+    qkv: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    decay_scale: Tensor,
+    decay_bias: Tensor,
+    states: Tensor,
+    runs: Sequence[StateRun],
+    heads: DeltaHeads,
+) -> Tensor:
+    """See `reference.gated_delta_rule`: [tokens, heads, value_dim]; changes states."""
+    if qkv.dtype not in _DTYPES:
+        return reference.gated_delta_rule(
+            qkv, decay, rate, decay_scale, decay_bias, states, runs, heads
+        )
+    tokens, count = len(qkv), heads.heads
+    assert qkv.shape[1] == heads.width and decay.shape == rate.shape == (tokens, count)
+    assert states.shape[1:] == (count, heads.key_dim, heads.value_dim)
+    assert states.dtype is torch.float32 and states[0].is_contiguous()
+    qkv, decay, rate = qkv.contiguous(), decay.contiguous(), rate.contiguous()
+    out = torch.empty(tokens, count, heads.value_dim, dtype=qkv.dtype, device=qkv.device)
+    held = device_state_runs(runs, qkv.device)
+    if not held.count or not held.tokens:
+        return out
+    rows, columns = delta_tile(heads)
+    _delta_kernel[(triton.cdiv(heads.value_dim, columns), count, held.count)](
+        qkv, decay, rate, decay_scale, decay_bias, states, out, held.table,
+        heads.width, count, count // heads.key_heads, heads.keys_width, states.stride(0),
+        KEYS=heads.key_dim, VALUES=heads.value_dim, KEY_ROWS=rows, COLUMNS=columns,
+        num_warps=1, **dependent(qkv.device),
+    )  # fmt: skip
+    return out
+
+
+def delta_tile(heads: DeltaHeads) -> tuple[int, int]:
+    """Rows and columns of a program's part of a matrix: by the model alone, as its bits are."""
+    rows = max(16, triton.next_power_of_2(heads.key_dim))
+    columns = triton.next_power_of_2(heads.value_dim)
+    most = max(_FEWEST_COLUMNS, min(_MOST_COLUMNS, _STATE_NUMBERS // rows))
+    while columns > most or (
+        columns > _FEWEST_COLUMNS
+        and heads.heads * triton.cdiv(heads.value_dim, columns) < _PROGRAMS
+    ):
+        columns //= 2
+    return rows, columns
