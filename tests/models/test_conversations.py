@@ -27,7 +27,9 @@ from random_configs import cases
 import hmt
 from hmt.contracts.step import Segment
 from hmt.engine import LoadedModel
-from hmt.kvcache.state_checkpoints import StateCheckpoints
+from hmt.engine.scheduling.scheduler import _to_border
+from hmt.engine.scheduling.sequence import SequenceState
+from hmt.kvcache.state_checkpoints import StateCheckpoints, checkpoint_interval
 
 INTERVAL, CHUNK, NEW = 32, 12, 20
 CONTEXT = 1024
@@ -196,6 +198,21 @@ def test_checkpoints_of_a_conversation_become_sparser_evenly(slots: int, turn: i
         assert max(gaps) <= max(2 * interval, 2 * length / (slots - 4) + interval)
         before = (prompt - 1) // 16 * 16
         assert {before, length} <= set(held), "where the last prompt and answer ended"
+
+
+@pytest.mark.parametrize("chunk", [48, 512, 1500, 4096])
+@pytest.mark.parametrize("begin", [0, 16, 3008, 5136])
+def test_steps_begin_where_checkpoints_are_made(chunk: int, begin: int) -> None:
+    """Wherever a prompt goes on from, and not much more often than without checkpoints."""
+    interval = checkpoint_interval(chunk)
+    sequence = SequenceState(tokens=[0] * 15_000, prompt_tokens=15_000, max_total_tokens=15_001)
+    sequence.computed, starts = begin, set[int]()
+    while (left := len(sequence.tokens) - sequence.computed) > 0:
+        starts.add(sequence.computed)
+        sequence.computed += _to_border(sequence, min(chunk, left), interval)
+    wanted = {at for at in range(interval, 15_000, interval) if at > begin} | {14_992}
+    assert wanted <= starts and interval >= chunk
+    assert len(starts) <= -(-(15_000 - begin) // chunk) + len(wanted) + 1
 
 
 def steps(begin: int, prompt: int, interval: int) -> Iterator[int]:
