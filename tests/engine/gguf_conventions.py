@@ -103,7 +103,26 @@ _STEPS: dict[str, Callable[..., Numbers]] = {
     ],
     "reshape": lambda numbers, *shape: numbers.reshape(shape),
     "scale": lambda numbers, times, by: numbers * np.float32(times / by),
+    "tile": lambda numbers, first, groups, width: np.concatenate(
+        (numbers[:first], _tiled(numbers[first:], groups, width))
+    ),
+    "tile columns": lambda numbers, groups, width: _tiled(numbers.T, groups, width).T,
+    "parts of groups": lambda numbers, groups, *sizes: _parts_of_groups(numbers, groups, sizes),
 }
+
+
+def _tiled(numbers: Numbers, groups: int, width: int) -> Numbers:
+    """Rows of heads of `width`, of which groups share something: the first of all groups first."""
+    parts = numbers.reshape(groups, -1, width, *numbers.shape[1:])
+    return parts.swapaxes(0, 1).reshape(numbers.shape)
+
+
+def _parts_of_groups(numbers: Numbers, groups: int, sizes: tuple[int, ...]) -> Numbers:
+    """Each part of all groups after the one before it; sizes below 0 are left out."""
+    parts = numbers.reshape(groups, -1, numbers.shape[-1])
+    ends = np.cumsum(np.abs(sizes))
+    chosen = [parts[:, end - size : end] for end, size in zip(ends, sizes, strict=True) if size > 0]
+    return np.concatenate([part.reshape(-1, numbers.shape[-1]) for part in chosen])
 
 
 def _tail_permuted(numbers: Numbers, heads: int, tail: int) -> Numbers:
@@ -157,6 +176,7 @@ class Conventions:
         fused: bool = False,
         kinds: Mapping[str, str] = MappingProxyType({}),
         guessing: bool = False,
+        encode: Callable[[str, Numbers, GGMLQuantizationType], Any] | None = None,
     ) -> Path:
         """The converter's file, with matrices in `kind` where their rows are whole blocks.
 
@@ -164,6 +184,7 @@ class Conventions:
         fused     as with --fuse-qkv and --fuse-gate-up-exps
         kinds     of some tensors, by their names in a layer
         guessing  the last layer is there once more, as one that guesses further tokens
+        encode    gives the bytes of a tensor in a type; None: as the gguf package rounds it
         """
         architecture = self.metadata["general.architecture"][1]
         writer = GGUFWriter(path, architecture)
@@ -183,7 +204,11 @@ class Conventions:
             block, _ = gguf.GGML_QUANT_SIZES[wanted]
             plain = made.ndim < 2 or made.shape[-1] % block or "ffn_gate_inp" in name
             chosen = GGMLQuantizationType.F32 if plain else wanted
-            writer.add_tensor(name, gguf.quants.quantize(made, chosen), raw_dtype=chosen)
+            if encode is None:
+                content = gguf.quants.quantize(made, chosen)
+            else:
+                content = encode(name, made, chosen)
+            writer.add_tensor(name, content, raw_dtype=chosen)
         for name, values in self.made.items():
             writer.add_tensor(name, np.array(values, np.float32))
         writer.write_header_to_file()

@@ -41,6 +41,20 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+    },
+}
+CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 # (type of transformers, fields beside every_type's) by architecture and what is special.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", SMALL | {"head_dim": 32}),
@@ -149,6 +163,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "hy-v3": ("hy_v3", {}),
+    "qwen3next": ("qwen3_next", DELTA | {"num_hidden_layers": 4}),
+    "qwen35": ("qwen3_5_text", DELTA | {"num_hidden_layers": 4}),
+    "qwen35, as many keys": ("qwen3_5_text", DELTA | {"linear_num_value_heads": 2}),
+    # Rows of whole blocks of 256, of which each has inputs of two heads.
+    "qwen35, wide": (
+        "qwen3_5_text",
+        DELTA
+        | SMALL
+        | {
+            "layer_types": ["linear_attention", "full_attention"],
+            "hidden_size": 256,
+            "intermediate_size": 256,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_value_heads": 4,
+        },
+    ),
+    "qwen35moe": ("qwen3_5_moe_text", DELTA | {"num_hidden_layers": 4}),
+    "lfm2": ("lfm2", CONV),
+    "lfm2, as wide as given": ("lfm2", CONV | {"block_auto_adjust_ff_dim": False}),
+    "lfm2moe": ("lfm2_moe", CONV | {"num_dense_layers": 1}),
     "deepseek2, lite": ("glm4_moe_lite", SMALL),
 }
 
@@ -175,7 +210,11 @@ def converted(folder: Path, more: Mapping[str, Any]) -> tuple[dict[str, Any], di
     kind = type(
         base.__name__,
         (base,),
-        {"model_arch": base.model_arch, "set_vocab": lambda self: vocabulary(self.gguf_writer)},
+        {
+            "model_arch": base.model_arch,
+            "no_mtp": True,  # transformers writes no layers that guess further tokens
+            "set_vocab": lambda self: vocabulary(self.gguf_writer),
+        },
     )
     path = folder / "converted.gguf"
     with torch.inference_mode():
@@ -234,7 +273,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 SPELLED = {"PhimoeForCausalLM": "PhiMoEForCausalLM", "MptForCausalLM": "MPTForCausalLM"}
 
 
-def recipe(made: Numbers, tensors: Mapping[str, Numbers], heads: set[int]) -> Any:
+def recipe(
+    made: Numbers, tensors: Mapping[str, Numbers], heads: set[int], config: Mapping[str, Any]
+) -> Any:
     wanted = _checksum(made)
     stacks = defaultdict(list)
     for name in tensors:
@@ -247,13 +288,34 @@ def recipe(made: Numbers, tensors: Mapping[str, Numbers], heads: set[int]) -> An
     ]
     for names in groups:
         source = _combined([tensors[name] for name in names])
-        for steps in _chains(source, made, heads):
+        for steps in (*_delta_chains(source, config), *_chains(source, made, heads)):
             numbers = source
             for step, arguments in steps:
                 numbers = _STEPS[step](numbers, *arguments)
             if _checksum(np.ascontiguousarray(numbers, np.float32)) == wanted:
                 return [names, steps, wanted]
     return None
+
+
+def _delta_chains(source: Numbers, config: Mapping[str, Any]) -> Iterator[Any]:
+    """What is done to delta nets whose heads of values share heads of keys."""
+    if "linear_num_key_heads" not in config:
+        return
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key, value = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    shared = heads // groups * value
+    if source.shape[0] == heads:
+        yield [("tile", (0, groups, 1))]
+    if source.shape[0] == heads * value:
+        yield [("tile", (0, groups, value))]
+    if source.shape[0] == 2 * groups * key + heads * value:
+        reshape = [("reshape", (source.shape[0], source.shape[-1]))] if source.ndim > 2 else []
+        yield [*reshape, ("tile", (2 * groups * key, groups, value))]
+    if source.ndim == 2 and source.shape[1] == heads * value:
+        yield [("tile columns", (groups, value))]
+    if source.shape[0] == groups * 2 * (key + shared):
+        yield [("parts of groups", (groups, key, key, shared, -shared))]
+        yield [("parts of groups", (groups, -key, -key, -shared, shared))]
 
 
 def _chains(source: Numbers, made: Numbers, heads: set[int]) -> Iterator[Any]:
@@ -304,8 +366,9 @@ def record(name: str, llama_cpp: Path) -> dict[str, Any]:
     heads |= {1}
     found, made = {}, {}
     for tensor, numbers in tensors.items():
-        how = recipe(numbers, sources, heads)
-        if how is None and numbers.size <= 512 and "rope" in tensor:
+        how = recipe(numbers, sources, heads, config)
+        # Logarithms come out otherwise on other machines.
+        if how is None and numbers.size <= 512 and ("rope" in tensor or "ssm_a" in tensor):
             made[tensor] = numbers.tolist()
         elif how is None:
             raise SystemExit(f"{name}: no recipe for {tensor} {numbers.shape}")

@@ -84,6 +84,34 @@ def test_logits_of_every_architecture_are_llama_cpps(name: str, tmp_path: Path) 
     assert error < CLOSE.get(name, RELATIVE)
 
 
+def quantised(source: Path, kind: str) -> Path:
+    """The file that llama.cpp's quantiser makes."""
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
+    path = source.with_name("model.gguf")
+    assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params) == 0
+    return path
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K_M"])
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35, wide", "qwen35moe", "lfm2", "lfm2moe"])
+def test_hybrids_of_its_own_quantiser(name: str, kind: str, tmp_path: Path) -> None:
+    """And the same numbers in f32 there, since roundings choose other experts."""
+    one = conventions()[name]
+    path = quantised(one.write(tmp_path / "source.gguf", "F32"), kind)
+    numbers = {
+        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    plain = one.write(
+        tmp_path / "plain.gguf",
+        "F32",
+        encode=lambda name, made, kind: numbers[name].reshape(made.shape),
+    )
+    found, expected = architecture_logits(path), theirs(plain, ARCHITECTURE_PROMPT)
+    torch.testing.assert_close(found, expected, rtol=0, atol=RELATIVE * float(found.std()))
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "Q2_K"])
 def test_files_of_its_own_quantiser(kind: str, tmp_path: Path) -> None:
     """mini-dense, whose rows are whole blocks of K types; and the same numbers in f32 there."""
@@ -91,10 +119,7 @@ def test_files_of_its_own_quantiser(kind: str, tmp_path: Path) -> None:
     file = ModelFile(gguf.MODEL_ARCH.LLAMA, config, lambda tensor: "F32")
     file.add(load_file(MINI_DENSE / "model.safetensors"))
     source = file.write(tmp_path / "source.gguf", bytes_vocabulary(MINI_DENSE))
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), 1
-    path = tmp_path / "model.gguf"
-    assert llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params) == 0
+    path = quantised(source, kind)
     for tensor in gguf.GGUFReader(path).tensors:
         numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
         plain = numbers.reshape(tensor.shape[::-1].tolist()).astype(np.float32)

@@ -112,6 +112,7 @@ def test_it_is_a_table_of_beginnings(data):
             table.book.drop(ids)
         elif act == "miss":
             assert len(table.tree.find(text(9, *pages), salt)) == 0
+            _common(table, salt, tokens[: data.draw(st.integers(0, len(tokens)))])
         table.check()
     table.tree.clear()
     for ids in table.taken:
@@ -142,6 +143,16 @@ def _match(table, salt, pages, tokens):
     assert found.tolist() == [table.held[key].page for key in path]
     table.book.share(found)
     table.taken.append(found)
+
+
+def _common(table, salt, tokens):
+    """How far a text that then goes on otherwise agrees with any that is held, to the token."""
+    asked, best = [*tokens, 7777], 0
+    for other, pages in table.held:
+        same = [a == b for a, b in zip(asked, text(*pages), strict=False)]
+        if other == salt:
+            best = max(best, [*same, False].index(False))
+    assert table.tree.common(asked, salt) == best
 
 
 def _evict(table, count):

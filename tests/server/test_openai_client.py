@@ -1,11 +1,13 @@
 """OpenAI's own client against the server."""
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import openai as package
 import pytest
 from fastapi import FastAPI
-from serving import NAME, app_on, asking, http, openai, run
+from serving import CHAT, NAME, app_on, asking, http, openai, run
 
 import hmt
 from hmt.cli.options import embedded_model
@@ -290,20 +292,55 @@ def test_tokens_there_and_back(app: FastAPI, model: LoadedModel) -> None:
     run(work())
 
 
-def test_what_the_prefix_cache_had_is_told() -> None:
+def test_what_the_prefix_cache_had_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """And where the prompt differed, to the token; of an edit in the middle, too.  Once more each
+    in the line that the log has of the response."""
     question = "Tell me of " + "numbers " * 60
+    edited = question[:200] + "letters" + question[207:]
 
-    async def work(app: FastAPI) -> None:
+    async def work(app: FastAPI, tokens: Callable[[str], list[int]]) -> None:
         async with openai(app) as client:
-            cached = []
-            for _ in range(2):
-                done = await client.chat.completions.create(**asking(question, max_tokens=2))
-                cached.append(done.usage.prompt_tokens_details.cached_tokens)
-        prompt = done.usage.prompt_tokens
-        assert cached == [0, (prompt - 1) // 16 * 16]
+            told = []
+            for asked in (question, question, edited):
+                body = asking(asked, max_tokens=2, stream=len(told) == 1)
+                if len(told) != 1:
+                    usage = (await client.chat.completions.create(**body)).usage
+                else:
+                    parts = await client.chat.completions.create(
+                        **body, stream_options={"include_usage": True}
+                    )
+                    usage = [part async for part in parts][-1].usage
+                details = usage.prompt_tokens_details
+                told.append((usage.prompt_tokens, details.cached_tokens, details.diverged_at))
+        prompt, same = len(tokens(question)), zip(tokens(question), tokens(edited), strict=False)
+        border = [a == b for a, b in same].index(False)
+        assert border % 16, "in the middle of a page"
+        assert told == [
+            (prompt, 0, 0),
+            # Answers belong to the text, and only whole pages are kept.
+            (prompt, (prompt - 1) // 16 * 16, min(prompt, (prompt + 1) // 16 * 16)),
+            (len(tokens(edited)), border // 16 * 16, border),
+        ]
+        lines = [json.loads(line)["prompt"] for line in capsys.readouterr().err.splitlines()]
+        named = ("tokens", "cached", "diverged_at")
+        assert lines == [dict(zip(named, one, strict=True)) for one in told]
 
     with hmt.Engine(host_memory="64MiB", context=1024, prefix_cache=True) as engine:
-        run(work(app_on(engine.load_model(embedded_model()))))
+        model = engine.load_model(embedded_model())
+
+        def tokens(text: str) -> list[int]:
+            return model.tokenizer.chat_prompt([{"role": "user", "content": text}])
+
+        run(work(app_on(model, log_requests=True), tokens))
+
+
+def test_without_a_prefix_cache_nothing_is_told_of_one(app: FastAPI) -> None:
+    async def work() -> None:
+        async with http(app) as client:
+            done = (await client.post(CHAT, json=asking(max_tokens=1))).json()
+        assert done["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+    run(work())
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -95,6 +95,14 @@ class RequestHandle:
         return self._sequence.cached_tokens
 
     @property
+    def diverged_at(self) -> int | None:
+        """Token of the prompt at which it differed from all that the prefix cache had.
+
+        None until it runs, and where the prefix cache was not asked.
+        """
+        return self._sequence.common_tokens
+
+    @property
     def submitted_s(self) -> float:
         """When it was made."""
         return self._sequence.submitted_s

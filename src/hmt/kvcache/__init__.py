@@ -11,3 +11,4 @@ from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.recurrent_state import StateStore
 from hmt.kvcache.sequence_slots import SequenceSlots
 from hmt.kvcache.split_cache import AnyKV, SplitKVCache
+from hmt.kvcache.state_checkpoints import checkpoint_interval

@@ -13,7 +13,7 @@ from hmt.kernels import graph_ops, ops
 from hmt.kvcache.page_store import Pool
 from hmt.kvcache.page_table import Ints
 from hmt.kvcache.sequence_slots import SequenceSlots
-from hmt.kvcache.state_checkpoints import StateCheckpoints
+from hmt.kvcache.state_checkpoints import StateCheckpoints, checkpoint_interval
 
 
 class StateStore:
@@ -33,13 +33,18 @@ class StateStore:
         slots: SequenceSlots,
         pool: Pool[Any],
         checkpoints: int = 0,
+        chunk: int = 0,
     ) -> None:
         """Room for as many sequences as there are `slots`, and for `checkpoints`.
 
+        chunk   tokens of a prompt in a step at most
         Raises BudgetError if it is not there.
         """
         self.slots = slots
-        self.checkpoints = StateCheckpoints(slots.count, checkpoints) if checkpoints else None
+        self.checkpoints = None
+        if checkpoints:
+            interval = checkpoint_interval(chunk)
+            self.checkpoints = StateCheckpoints(slots.count, checkpoints, interval)
         count = slots.count + checkpoints
         self._pool = pool
         size = sum(tensor.nbytes for state in layers.values() for tensor in state)
@@ -122,6 +127,8 @@ class StateStore:
     def stands_at(self, sequence: int, position: int) -> None:
         """The slot of a new sequence was filled with the state of `position`."""
         self._positions[sequence] = position
+        if self.checkpoints is not None:
+            self.checkpoints.began_at(sequence, position)
 
     def release(self) -> None:
         """Give the memory back."""

@@ -3,14 +3,46 @@
 Numbers only: the bytes are a StateStore's.
 """
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
 
+from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment
 from hmt.kvcache.page_table import Ints
 from hmt.memory import Bitmap
 
-INTERVAL_TOKENS = 1024  # of a long sequence, positions at which a checkpoint is not replaced
+INTERVAL_TOKENS = 1024  # between copies within a prompt, where steps are not larger
+_ENDS = 3  # of a conversation: its last prompt and answer, and the answer before
+# A copy at an end counts as if its neighbours were so many times further apart than copies are on
+# the average: most prompts go on from one.
+_END_SPANS = 4
+
+
+def checkpoint_interval(chunk: int) -> int:
+    """Positions between copies of a sequence, at their multiples, where a step has `chunk` tokens.
+
+    No fewer, since a step makes its copy before it begins: steps would have to be cut.
+    """
+    return max(INTERVAL_TOKENS, round_up(chunk, PAGE_TOKENS))
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """The state behind `position` tokens.
+
+    of_prompt   of a sequence that runs: no longer replaced by one further on
+    at_end      of a prompt, or of all
+    before      page behind which the copy before it is, of copies of ended sequences; -1: none
+    used        when it or one behind it was used last, counted in sequences that ended
+    """
+
+    slot: int
+    position: int
+    of_prompt: bool
+    at_end: bool
+    used: int
+    before: int = -1
 
 
 class StateCheckpoints:
@@ -19,21 +51,33 @@ class StateCheckpoints:
     When a sequence ends, its copies belong to the pages that end at their positions: a page of a
     PrefixTree holds one beginning, so the state behind it is that of the beginning.  A sequence
     that runs has a copy at the last border of a page within its prompt, one at the last border of
-    all, and one every INTERVAL_TOKENS.  Where no slot is free, the copy that was not used for the
-    longest time goes.  Only for the engine's thread.
+    all, and one at each multiple of the interval.
+
+    Where no slot is free, the copy goes whose neighbours are closest to each other, since that is
+    what is computed again at most without it.  Those where a conversation ended count as if theirs
+    were further apart, and those that were not used for long as if closer.  So copies of one
+    conversation become sparser evenly: n of them over L tokens are about 2 L / n apart at most.
+    Only for the engine's thread.
     """
 
-    def __init__(self, first: int, count: int) -> None:
+    def __init__(self, first: int, count: int, interval: int = INTERVAL_TOKENS) -> None:
         """Of slots `first` and on."""
         self._first = first
         self._free = Bitmap(count)
-        self._running: dict[int, dict[int, int]] = {}  # by sequence: slots by position
-        self._kept: dict[int, int] = {}  # by page; what was used last comes last
+        self._count, self._interval = count, interval
+        self._running: dict[int, dict[int, _Copy]] = {}  # by sequence, and by position
+        self._began: dict[int, int] = {}  # by sequence: the position whose state it was given
+        self._kept: dict[int, _Copy] = {}  # by page
+        self._ended = 0  # sequences
 
     @property
     def kept(self) -> int:
         """Copies of sequences that have ended."""
         return len(self._kept)
+
+    def began_at(self, sequence: int, position: int) -> None:
+        """A new sequence was given the state behind `position`, of which others have a copy."""
+        self._began[sequence] = position
 
     def take(self, run: Segment) -> int | None:
         """A slot for the state with which `run` begins; None where it is not worth one.
@@ -43,18 +87,25 @@ class StateCheckpoints:
         if not run.start or run.start % PAGE_TOKENS:
             return None
         held = self._running.setdefault(run.sequence, {})
-        if run.start in held:
+        if run.start in held or run.start == self._began.get(run.sequence):
             return None
-        prompt = run.rotated
-        for position in list(held):
-            ends_prompt = position < prompt <= run.start
-            if position % INTERVAL_TOKENS and not ends_prompt and position >= max(held):
-                self._give(held.pop(position))
-        if not self._free.free and not self._give_oldest(held):
+        border = (run.rotated - 1) // PAGE_TOKENS * PAGE_TOKENS
+        of_prompt = run.start <= border
+        if of_prompt and run.start != border and run.start % self._interval:
+            return None
+        last = held.get(max(held, default=0))
+        if last is not None and not last.of_prompt:
+            last.at_end = False
+            if last.position % self._interval:
+                self._give(held.pop(last.position))
+        at_end = not of_prompt or run.start == border
+        copy = _Copy(-1, run.start, of_prompt, at_end, self._ended)
+        if not self._free.free and not self._make_room(run.sequence, copy):
             return None
         (slot,) = self._free.take(1)
-        held[run.start] = self._first + slot
-        return held[run.start]
+        copy.slot = self._first + slot
+        held[run.start] = copy
+        return copy.slot
 
     def longest(self, pages: Ints) -> int:
         """How many of the first `pages` of a sequence end with a state that is kept."""
@@ -66,43 +117,90 @@ class StateCheckpoints:
     def kept_behind(self, pages: Ints) -> list[tuple[int, int]]:
         """(number, slot) of those of `pages` that have a copy, in order."""
         numbered = enumerate(pages.tolist())
-        return [(number, self._kept[page]) for number, page in numbered if page in self._kept]
+        return [(number, self._kept[page].slot) for number, page in numbered if page in self._kept]
 
     def slot_behind(self, page: int) -> int:
         """The slot with the state behind `page`; this is a use of it."""
-        slot = self._kept.pop(page)
-        self._kept[page] = slot
-        return slot
+        copy = self._kept[page]
+        copy.used = self._ended
+        return copy.slot
 
     def keep(self, sequence: int, pages: Ints) -> None:
         """A sequence ends: its copies belong to `pages`, the first of it, those that are held."""
-        for position, slot in self._running.pop(sequence, {}).items():
+        self._ended += 1
+        self._began.pop(sequence, None)
+        copies = self._running.pop(sequence, {})
+        last = max(copies, default=0)
+        for position, copy in copies.items():
             number = position // PAGE_TOKENS - 1
             page = int(pages[number]) if number < len(pages) else -1
             if page < 0 or page in self._kept:
-                self._give(slot)
+                self._give(copy)
             else:
-                self._kept[page] = slot
+                copy.at_end |= position == last
+                self._kept[page] = copy
+        path = [page for page in pages.tolist() if page in self._kept]
+        for page, before in zip(path, [-1, *path], strict=False):
+            self._kept[page].before, self._kept[page].used = before, self._ended
+        for page in [page for page in path if self._kept[page].at_end][:-_ENDS]:
+            self._kept[page].at_end = False
 
     def forget_pages(self, pages: Ints) -> None:
         """No prefix holds `pages` any more."""
         for page in pages.tolist():
-            if (slot := self._kept.pop(page, None)) is not None:
-                self._give(slot)
+            if page in self._kept:
+                self._forget(page)
 
     def forget_all_but(self, sequences: Set[int]) -> None:
         """Other sequences have been closed without `keep`."""
         for sequence in self._running.keys() - sequences:
-            for slot in self._running.pop(sequence).values():
-                self._give(slot)
+            for copy in self._running.pop(sequence).values():
+                self._give(copy)
+        for sequence in self._began.keys() - sequences:
+            del self._began[sequence]
 
-    def _give(self, slot: int) -> None:
-        self._free.give([slot - self._first])
+    def _give(self, copy: _Copy) -> None:
+        self._free.give([copy.slot - self._first])
 
-    def _give_oldest(self, held: dict[int, int]) -> bool:
-        """Give up a copy of an ended sequence, else the first of `held`; False if there is none."""
-        for copies in (self._kept, held):
-            if copies:
-                self._give(copies.pop(next(iter(copies))))
-                return True
-        return False
+    def _forget(self, page: int) -> None:
+        """Give up the copy behind `page`; those behind it follow the one before it."""
+        gone = self._kept.pop(page)
+        for copy in self._kept.values():
+            if copy.before == page:
+                copy.before = gone.before
+        self._give(gone)
+
+    def _make_room(self, sequence: int, new: _Copy) -> bool:
+        """Give up the copy that is worth least, if that is less than `new` of `sequence` is."""
+        worth, owner, key = min(self._worths())
+        before = max(self._running[sequence], default=self._began.get(sequence, 0))
+        if not new.at_end and worth >= self._worth(new, before, new.position):
+            return False
+        if owner:
+            self._give(self._running[owner].pop(key))
+        else:
+            self._forget(key)
+        return True
+
+    def _worths(self) -> Iterator[tuple[float, int, int]]:
+        """(worth, sequence, position) of each copy; of ended sequences (worth, 0, page)."""
+        furthest: dict[int, int] = {}  # of the copies that follow that of a page
+        for copy in self._kept.values():
+            furthest[copy.before] = max(furthest.get(copy.before, 0), copy.position)
+        for page, copy in self._kept.items():
+            before = self._kept.get(copy.before)
+            start, end = before.position if before else 0, furthest.get(page, copy.position)
+            yield self._worth(copy, start, end), 0, page
+        for sequence, copies in self._running.items():
+            start, positions = self._began.get(sequence, 0), sorted(copies)
+            for position, end in zip(positions, [*positions[1:], *positions[-1:]], strict=True):
+                yield self._worth(copies[position], start, end), sequence, position
+                start = position
+
+    def _worth(self, copy: _Copy, before: int, after: int) -> float:
+        """How far the copies around it are apart, by how likely it is that one is wanted."""
+        spans = _END_SPANS if copy.at_end else 0
+        more = spans * (self._interval + copy.position // self._count)
+        if after == copy.position and copy.of_prompt and not copy.at_end:
+            more = self._interval  # its sequence goes on at least as far
+        return (after - before + more) / (1 + self._ended - copy.used)

@@ -24,6 +24,10 @@ class GatedDeltaNet:
     grouped    checkpoints have two projections (Qwen3-Next): of queries, keys, values and gates,
                all of one key head before those of the next, and so of learning rates and decays;
                otherwise four, each ordered by head
+    apart      grouped, but gates have a projection of their own, which is ordered by head, as is
+               that of queries, keys and values (GGUF files of Qwen3-Next)
+    tiled      gates, and inputs of the last projection, are those of the first head of each key
+               head, then of the second of each, and so on (GGUF files of Qwen3.5)
     """
 
     hidden_size: int
@@ -32,6 +36,8 @@ class GatedDeltaNet:
     conv: int
     eps: float
     grouped: bool
+    apart: bool = False
+    tiled: bool = False
     out_norm: RMSNorm = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,17 +72,21 @@ class GatedDeltaNet:
         """Parameters but for the norm, called `at` + in_proj_qkvz and so on in the checkpoint."""
         hidden, heads = self.hidden_size, self.heads
         per_head, one = 2 * heads.heads, heads.heads
+        inputs = (
+            *linear_params("qkv", heads.width, hidden, f"{at}in_proj_qkv"),
+            *linear_params("z", heads.values_width, hidden, f"{at}in_proj_z"),
+        )
         if self.grouped:
             width = heads.width + heads.values_width
+            joined = linear_params("qkvz", width, hidden, f"{at}in_proj_qkvz")
             inputs = (
-                *linear_params("qkvz", width, hidden, f"{at}in_proj_qkvz"),
+                *(inputs if self.apart else joined),
                 # Errors of decays grow with every token.
                 ParamSpec("ba", (per_head, hidden), (f"{at}in_proj_ba.weight",), Role.VECTOR),
             )
         else:
             inputs = (
-                *linear_params("qkv", heads.width, hidden, f"{at}in_proj_qkv"),
-                *linear_params("z", heads.values_width, hidden, f"{at}in_proj_z"),
+                *inputs,
                 ParamSpec("b", (one, hidden), (f"{at}in_proj_b.weight",), Role.VECTOR),
                 ParamSpec("a", (one, hidden), (f"{at}in_proj_a.weight",), Role.VECTOR),
             )
@@ -112,19 +122,23 @@ class GatedDeltaNet:
             state.runs,
             self.heads,
         )
+        if self.tiled:
+            out = out.unflatten(1, (self.heads.key_heads, -1)).transpose(1, 2).flatten(1, 2)
         out = self.out_norm(out, params["out_norm"])
         return project(ops.gated(gate, out.flatten(1), "silu"), params, "out")
 
     def _grouped(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys and values [tokens, width], gates, learning rates and decays."""
         heads = self.heads
+        rate, decay = project(x, params, "ba").unflatten(1, (heads.key_heads, -1)).chunk(2, dim=2)
+        rate, decay = rate.flatten(1), decay.flatten(1)
+        if self.apart:
+            return project(x, params, "qkv"), project(x, params, "z"), rate, decay
         values = heads.heads // heads.key_heads * heads.value_dim
         grouped = project(x, params, "qkvz").unflatten(1, (heads.key_heads, -1))
         parts = grouped.split((heads.key_dim, heads.key_dim, values, values), dim=2)
         query, key, value, gate = (part.flatten(1) for part in parts)
-        rate, decay = project(x, params, "ba").unflatten(1, (heads.key_heads, -1)).chunk(2, dim=2)
-        qkv = torch.cat((query, key, value), dim=1)
-        return qkv, gate, rate.flatten(1), decay.flatten(1)
+        return torch.cat((query, key, value), dim=1), gate, rate, decay
 
 
 def _each(x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor, Tensor]:

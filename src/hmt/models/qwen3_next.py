@@ -72,6 +72,9 @@ class DeltaHybrid(Hybrid):
             convolution_taps(config, "linear_conv_kernel_dim"),
             config.rms_norm_eps,
             grouped,
+            # GGUF files say so: hmt.formats.gguf.hybrid.
+            apart=getattr(config, "linear_gates_apart", False),
+            tiled=getattr(config, "linear_value_heads_tiled", False),
         )
         kinds = layer_kinds(config, "full_attention", "linear_attention")
         self.attends = [kind == "full_attention" for kind in kinds]

@@ -13,7 +13,8 @@ def log_response(scope: Scope, status: int, seconds: float, to: TextIO | None = 
     """One JSON object on a line, to stderr.
 
     Of a key only the beginning of its hash; of a path only what is served there, and nothing where
-    nothing is.  `code` says why a request was refused.
+    nothing is.  `code` says why a request was refused.  `prompt` says how many tokens it had, how
+    many of them the prefix cache had, and where it differed from all that was cached.
     """
     state: dict[str, Any] = scope.get("state", {})
     entry = {
@@ -25,6 +26,7 @@ def log_response(scope: Scope, status: int, seconds: float, to: TextIO | None = 
         "status": status,
         "code": state.get("code"),
         "seconds": round(seconds, 4),
+        "prompt": state.get("prompt"),
     }
     print(json.dumps(entry), file=to or sys.stderr, flush=True)
 

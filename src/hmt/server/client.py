@@ -5,8 +5,8 @@ import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
 
 from hmt.base.units import KIB
 
@@ -18,10 +18,14 @@ _one_large: Final = ThreadPoolExecutor(1, thread_name_prefix="hmt-large")
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """body_bytes: of its request; cut: ends its connection at once."""
+    """body_bytes: of its request; cut: ends its connection at once.
+
+    state   of the request's scope: what the log says of it beside its response
+    """
 
     body_bytes: int = 0
     cut: Callable[[], None] = lambda: None
+    state: dict[str, Any] = field(default_factory=dict)
 
 
 CLIENT: Final[ContextVar[Client]] = ContextVar("client", default=Client())  # noqa: B039

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 from typing_extensions import override
 
@@ -98,6 +98,8 @@ class Generation:
     _over: HMTError | None = None  # why it ends before the engine says so
     _timer: asyncio.TimerHandle | None = None
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _state: dict[str, Any] = field(default_factory=dict)  # of the HTTP request
+    _recurrent: bool = False  # whether the model has recurrent state
 
     async def begin(
         self,
@@ -114,6 +116,7 @@ class Generation:
         self._answers = self._writing = answers
         self._inside, self._begun_s = True, time.perf_counter()
         loop, client = asyncio.get_running_loop(), CLIENT.get()
+        self._state, self._recurrent = client.state, bool(model.prepared.model.spec.state_bytes)
         # Beside the engine, whose word waits behind what a client does not read.
         self._timer = loop.call_later(timeout_s + _LATE_S, self._expire, timeout_s, client.cut)
         ears = [_QueueListener(number, loop, self._hear) for number in range(answers)]
@@ -218,6 +221,27 @@ class Generation:
         return sum(ticket.held_tokens for ticket in self.prompts)
 
     @property
+    def diverged_at(self) -> int | None:
+        """Token at which the prompt differed from all that the prefix cache had.
+
+        None of several prompts, and where the prefix cache was not asked.
+        """
+        return self.prompts[0].diverged_at if len(self.prompts) == 1 else None
+
+    @property
+    def reuse(self) -> dict[str, int]:
+        """What the log says of the prompt.
+
+        Recurrent state goes on from the checkpoint behind the last token that was cached.
+        """
+        told = {"tokens": self.prompt_tokens, "cached": self.held_tokens}
+        if self.diverged_at is not None:
+            told["diverged_at"] = self.diverged_at
+            if self._recurrent:
+                told["checkpoint_at"] = self.held_tokens
+        return told
+
+    @property
     def completion_tokens(self) -> int:
         """Of all answers, until now."""
         return sum(course.tokens for course in self.choices)
@@ -238,6 +262,8 @@ class Generation:
         self._cancel()
         self._leave_gate()
         self._drop_unread()
+        if self.prompts:
+            self._state["prompt"] = self.reuse
         for course in self.choices:
             self.observer.ended(course)
 

@@ -76,7 +76,8 @@ class Guard:
             scope["state"]["code"] = error.code
             await error.response(scope["path"])(scope, receive, identified)
         else:
-            CLIENT.set(Client(held.bytes, scope["state"].get("cut", lambda: None)))
+            state = scope["state"]
+            CLIENT.set(Client(held.bytes, state.get("cut", lambda: None), state))
             await self._app(scope, body, identified)
         finally:
             self._bodies_bytes -= held.bytes

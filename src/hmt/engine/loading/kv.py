@@ -62,6 +62,7 @@ def open_kv(
                 slots,
                 pool,
                 state_checkpoints(model, config),
+                plan.max_prefill_tokens,
             )
         if plan.kv_tiers is None or allocator is not None:
             positions, dtype = plan.kv_tokens, model.dtype

@@ -45,6 +45,8 @@ class KVReservation:
             if opened is None:
                 return False
             sequence.kv, sequence.computed = opened.sequence, opened.held
+            if tokens and sequence.admitted_s is None:
+                sequence.common_tokens = opened.common
         sequence.reserved_tokens = max(sequence.reserved_tokens, round_up(positions, PAGE_TOKENS))
         return True
 

@@ -17,7 +17,7 @@ from hmt.engine.scheduling.output_length import OutputLengthEstimate
 from hmt.engine.scheduling.prefill_budget import split_prefill_budget
 from hmt.engine.scheduling.request_queue import RequestQueue, Taken
 from hmt.engine.scheduling.sequence import Load, PromptEnd, SequenceState
-from hmt.kvcache import KVAllocator
+from hmt.kvcache import KVAllocator, checkpoint_interval
 from hmt.kvcache.prefix import PrefixCache
 
 # Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
@@ -65,8 +65,8 @@ class Scheduler:
         border     of the model's rotary positions
         clock      by which deadlines are meant
         forecast   what is known of answers beforehand
-        checkpoints   steps begin at the last border of a page within each prompt, where recurrent
-                   state is kept for others
+        checkpoints   steps begin at the last border of a page within each prompt, and at multiples
+                   of `checkpoint_interval`: there recurrent state is kept for others
         begin_answer   chooses the first token of a sequence by the logits of another's prompt
         """
         self.kv = KVOperationLog(kv)
@@ -153,7 +153,8 @@ class Scheduler:
             [(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk
         )
         if self._checkpoints:
-            shares = [_to_border(s, n) for s, n in zip(reading, shares, strict=True)]
+            most = checkpoint_interval(self._chunk)
+            shares = [_to_border(s, n, most) for s, n in zip(reading, shares, strict=True)]
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         segments = [
             self._segment(sequence, count)
@@ -468,11 +469,15 @@ class Scheduler:
         )
 
 
-def _to_border(sequence: SequenceState, count: int) -> int:
-    """Of the next `count` tokens of a prompt, those up to its last border of a page, if any."""
+def _to_border(sequence: SequenceState, count: int, interval: int) -> int:
+    """Of the next `count` tokens of a prompt, those up to where a step is to begin, if any.
+
+    That is at its last border of a page, and at multiples of `interval`.
+    """
     border = (len(sequence.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
     left = border - sequence.computed
-    return left if 0 < left < count else count
+    next_multiple = interval - sequence.computed % interval
+    return min(left if left > 0 else count, next_multiple, count)
 
 
 def _rank(sequence: SequenceState) -> tuple[int, int]:

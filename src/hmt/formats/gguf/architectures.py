@@ -3,7 +3,8 @@
 A row says which class computes an architecture, which of its fields are found under which key
 (beside those that all have, see config.py), what its tensors are called (beside the usual names,
 LAYER and TRUNK), and what llama.cpp's convert_hf_to_gguf.py does to its numbers, which names.py
-undoes.  A function stands where the file decides: see special.py.
+undoes.  A function stands where the file decides: see special.py.  Architectures with recurrent
+state stand in hybrid.py.
 
 Keys and names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, the `gguf` package, and
 llama.cpp's `load_arch_hparams` and `load_arch_tensors` of each architecture.
@@ -28,7 +29,6 @@ from hmt.formats.gguf.architecture import (
     Architecture,
 )
 from hmt.formats.gguf.fields import (
-    SIGMOID,
     count,
     flag,
     layer_types,
@@ -42,8 +42,10 @@ from hmt.formats.gguf.fields import (
     tensor,
     window,
 )
+from hmt.formats.gguf.hybrid import LFM2, LFM2MOE, QWEN3NEXT, QWEN35, QWEN35MOE
 from hmt.formats.gguf.keys import Keys
 from hmt.formats.gguf.special import (
+    COHERE2MOE,
     GEMMA2,
     GEMMA3,
     GPT_OSS,
@@ -112,26 +114,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         },
         epsilon=(LAYER_NORM, "layer_norm_eps"),
     ),
-    "cohere2moe": Architecture(
-        "Cohere2MoeForCausalLM",
-        "cohere2_moe",
-        {
-            "logit_scale": number("logit_scale"),
-            "sliding_window": count("attention.sliding_window"),
-            "layer_types": layer_types(4),
-            "num_experts": count("expert_count"),
-            "num_experts_per_tok": count("expert_used_count"),
-            "intermediate_size": count("expert_feed_forward_length"),
-            "prefix_dense_intermediate_size": count("feed_forward_length", None),
-            "num_shared_experts": number("expert_shared_count", 0),
-            "norm_topk_prob": flag("expert_weights_norm", False),
-            "expert_selection_fn": lambda keys, config: (
-                "sigmoid" if keys.number("expert_gating_func", 1) == SIGMOID else "softmax"
-            ),
-            "mlp_layer_types": sparse_after("leading_dense_block_count"),
-        },
-        epsilon=(LAYER_NORM, "layer_norm_eps"),
-    ),
+    "cohere2moe": COHERE2MOE,
     "command-r": Architecture(
         "CohereForCausalLM",
         "cohere",
@@ -307,6 +290,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         {"hidden_act": "relu2", **_BIASES, "mlp_bias": tensor("blk.0.ffn_up.bias")},
         epsilon=(LAYER_NORM, "layer_norm_eps"),
     ),
+    "lfm2": LFM2,
+    "lfm2moe": LFM2MOE,
     "llama": llama,
     "mellum": mellum,
     # Computes what Granite does, with its own scales.
@@ -437,6 +422,9 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         "qwen3_moe",
         {**EXPERTS, "norm_topk_prob": True},  # as llama.cpp computes it
     ),
+    "qwen3next": QWEN3NEXT,
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35MOE,
     "seed_oss": Architecture(
         "SeedOssForCausalLM",
         "seed_oss",

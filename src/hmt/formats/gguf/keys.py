@@ -113,7 +113,15 @@ class Keys:
         every   the period where the file has none; 0: all layers do, 1: none
         Raises HeaderError.
         """
-        key = "attention.sliding_window_pattern"
+        return self.pattern("attention.sliding_window_pattern", every, layers, full_first)
+
+    def pattern(self, key: str, every: int, layers: int, last_first: bool = False) -> list[bool]:
+        """A truth for each layer, of an array, or a period whose last layer is the other one.
+
+        every        the period where the file has no such key; 0: all are true, 1: none is
+        last_first   the first of each period is the other one
+        Raises HeaderError.
+        """
         value = self._get(key, every)
         if isinstance(value, list):
             if len(value) < layers or any(item not in (0, 1) for item in value):
@@ -126,8 +134,8 @@ class Keys:
             raise HeaderError(f"{self._what} has {self._at}{key} {value!r}; wanted is a period")
         if value == 0:
             return [True] * layers
-        full = 0 if full_first else value - 1
-        return [index % value != full for index in range(layers)]
+        other = 0 if last_first else value - 1
+        return [index % value != other for index in range(layers)]
 
     def check_all_read(self) -> None:
         """Raise CheckpointError for a key that nothing has read and that may change numbers."""

@@ -30,10 +30,14 @@ CODES: Final = ("Q4_0", "Q4_1", *(encoding.name for encoding in BLOCK_SHAPES), "
 IGNORED: Final = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")
 _SPLIT_KEYS: Final = re.compile(r"blk\.(\d+)\.attn_k_b\.weight")
 # The number is an expert's, in files from before experts were stacked.
-_IN_LAYER: Final = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?(?:\.(weight|bias|scale))?")
+_IN_LAYER: Final = re.compile(
+    r"blk\.(\d+)\.(shortconv\.\w+|\w+?)(?:\.(\d+))?(?:\.(weight|bias|scale))?"
+)
 _FUSED: Final = "attn_qkv"
 _FUSED_EXPERTS: Final = ("ffn_gate_exps", "ffn_up_exps")  # in ffn_gate_up_exps
 _PERMUTED: Final = ("attn_q", "attn_k")
+_CONVOLUTIONS: Final = ("ssm_conv1d", "shortconv.conv")
+_BY_VALUE_HEAD: Final = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,10 @@ class Names:
     heads    of queries and of keys
     dim      numbers of a head
     latent   attention is latent, so that kv_b may be two tensors
+    gated    queries have a gate each, in the same tensor
+    recurs   layers with delta nets
+    tiles    (rows before values, heads of keys, numbers of a value) where values of delta nets are
+             tiled: see hybrid.py; else 0 heads
     """
 
     architecture: Architecture
@@ -51,6 +59,9 @@ class Names:
     heads: tuple[int, int]
     dim: int
     latent: bool = False
+    gated: bool = False
+    recurs: frozenset[int] = frozenset()
+    tiles: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def layer(self) -> Mapping[str, str]:
@@ -64,7 +75,19 @@ def names_of(architecture: Architecture, config: Mapping[str, Any]) -> Names:
     keys = config.get("num_kv_heads", config["num_key_value_heads"])
     dim = config.get("head_dim", config["hidden_size"] // heads)
     latent = "kv_lora_rank" in config
-    return Names(architecture, config["num_hidden_layers"], (heads, keys), dim, latent)
+    names = Names(architecture, config["num_hidden_layers"], (heads, keys), dim, latent)
+    if "linear_num_key_heads" not in config:
+        return names
+    kinds = enumerate(config["layer_types"])
+    recurs = frozenset(layer for layer, kind in kinds if kind == "linear_attention")
+    tiles, groups = (0, 0, 0), config["linear_num_key_heads"]
+    if config.get("linear_value_heads_tiled"):
+        tiles = (
+            2 * groups * config["linear_key_head_dim"],
+            groups,
+            config["linear_value_head_dim"],
+        )
+    return replace(names, gated=True, recurs=recurs, tiles=tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +99,9 @@ class _Change:
     groups       heads of keys by which rows of queries, keys and values belong together; else 0
     width        of these heads
     transposed   it is [in, out]
+    tiles        (rows before them, heads of keys, rows of a head) of heads of values whose first
+                 ones of each head of keys come first; else 0 heads
+    decay        it is -exp of what models know
     """
 
     turned: int = 0
@@ -83,6 +109,8 @@ class _Change:
     groups: int = 0
     width: int = 0
     transposed: bool = False
+    tiles: tuple[int, int, int] = (0, 0, 0)
+    decay: bool = False
 
 
 _AS_IT_IS: Final = _Change()
@@ -165,7 +193,11 @@ def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, Tenso
     """(name, bytes and shape, what was done to it) of all parameters that a tensor holds."""
     architecture = names.architecture
     stem, _, kind = record.name.rpartition(".")
-    shifted = architecture.shifted and record.name.endswith("norm.weight")
+    shifted = (
+        architecture.shifted
+        and record.name.endswith("norm.weight")
+        and not record.name.endswith(".ssm_norm.weight")
+    )
     change = _Change(minus=1.0) if shifted else _AS_IT_IS
     if stem in architecture.trunk:
         yield f"{architecture.trunk[stem]}.{kind}", record, change
@@ -175,11 +207,16 @@ def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, Tenso
         return
     layer, what, expert, kind = match.groups()
     at = architecture.at.format(layer)
+    recurs = int(layer) in names.recurs
+    if recurs and not shifted:
+        change = _delta_change(what, names)
+    if what in _CONVOLUTIONS and len(record.shape) == 2:
+        record = replace(record, shape=(record.shape[0], 1, record.shape[1]))
     whole = names.layer.get(f"{what}.{kind or 'bias'}")
     if whole is not None:
         yield at + whole, record, change
         return
-    if what == _FUSED and _FUSED not in names.layer:
+    if what == _FUSED and (_FUSED not in names.layer or (names.recurs and not recurs)):
         for head, own in _heads_of(record, names):
             yield f"{at}{names.layer[head]}.{kind}", own, _change(head, record, names)
         return
@@ -195,7 +232,7 @@ def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, Tenso
         for index, part in enumerate(_stacked(record)):
             yield f"{at}{own_name.format(index)}.{kind}", part, change
         return
-    changed = change if shifted else _change(what, record, names)
+    changed = _change(what, record, names) if change == _AS_IT_IS else change
     yield f"{at}{own_name.format(expert)}.{kind}", record, changed
 
 
@@ -211,9 +248,19 @@ def _change(what: str, record: TensorRecord, names: Names) -> _Change:
     return _AS_IT_IS
 
 
+def _delta_change(what: str, names: Names) -> _Change:
+    """What was done to a tensor of a layer with a delta net."""
+    before, groups, width = names.tiles
+    if not groups or what not in (_FUSED, "ssm_conv1d", *_BY_VALUE_HEAD):
+        return _Change(decay=what == "ssm_a")
+    tiles = (0, groups, 1) if what in _BY_VALUE_HEAD else (before, groups, width)
+    return _Change(tiles=tiles, decay=what == "ssm_a")
+
+
 def _heads_of(record: TensorRecord, names: Names) -> Iterator[tuple[str, TensorRecord]]:
     """Queries, keys and values that a file has in one tensor and the model in three."""
     query, key = (heads * names.dim for heads in names.heads)
+    query *= 2 if names.gated else 1
     if record.shape[0] != query + 2 * key:
         raise HeaderError(
             f"{record.file}: {record.name!r} has {record.shape[0]} rows, and {names.heads[0]} "
@@ -257,10 +304,21 @@ def _form(record: TensorRecord, part: TensorRecord, change: _Change) -> TensorRe
         )  # fmt: skip
         whole = {"blocks": PublishedPart(record.name, place, 0)}
         return Published(FormName("gguf reordered", options), shape, whole)
+    if change.tiles[1]:
+        before, groups, width = change.tiles
+        tiled: tuple[tuple[str, str | int | float], ...] = (
+            ("kind", part.dtype), ("rows", part.shape[0]), ("before", before), ("groups", groups),
+            ("width", width), ("decay", change.decay),
+        )  # fmt: skip
+        whole = {"blocks": PublishedPart(record.name, place, 0)}
+        return Published(FormName("gguf tiled", tiled), part.shape, whole)
     row_bytes = part.nbytes // (prod(part.shape[:-1]) if len(part.shape) > 1 else part.shape[0])
     parts = {"blocks": PublishedPart(record.name, place, row_bytes)}
     if part.dtype in FLOATS:
-        floats = (("dtype", part.dtype), ("turned", change.turned), ("minus", change.minus))
+        floats = (
+            ("dtype", part.dtype), ("turned", change.turned), ("minus", change.minus),
+            ("decay", change.decay),
+        )  # fmt: skip
         return Published(FormName("floats", floats), part.shape, {"data": parts["blocks"]})
     name = FormName("gguf", (("kind", part.dtype), ("turned", change.turned)))
     return Published(name, part.shape, parts)

@@ -25,6 +25,7 @@ from hmt.formats.gguf.fields import (
     query_bias,
     same,
     sigmoid_only,
+    sparse_after,
     tensor,
     window,
 )
@@ -208,6 +209,28 @@ GPT_OSS: Final = Architecture(
     },
     {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     rotary=False,
+)
+
+
+COHERE2MOE: Final = Architecture(
+    "Cohere2MoeForCausalLM",
+    "cohere2_moe",
+    {
+        "logit_scale": number("logit_scale"),
+        "sliding_window": count("attention.sliding_window"),
+        "layer_types": layer_types(4),
+        "num_experts": count("expert_count"),
+        "num_experts_per_tok": count("expert_used_count"),
+        "intermediate_size": count("expert_feed_forward_length"),
+        "prefix_dense_intermediate_size": count("feed_forward_length", None),
+        "num_shared_experts": number("expert_shared_count", 0),
+        "norm_topk_prob": flag("expert_weights_norm", False),
+        "expert_selection_fn": lambda keys, config: (
+            "sigmoid" if keys.number("expert_gating_func", 1) == SIGMOID else "softmax"
+        ),
+        "mlp_layer_types": sparse_after("leading_dense_block_count"),
+    },
+    epsilon=(LAYER_NORM, "layer_norm_eps"),
 )
 
 

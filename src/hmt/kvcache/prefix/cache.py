@@ -22,10 +22,15 @@ _MOST_UNSAVED = 256  # sequences, of which those that ended first are not saved
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A sequence in the cache, of whose positions the first `held` have KV."""
+    """A sequence in the cache, of whose positions the first `held` have KV.
+
+    common   tokens of the prompt, from the first on, that begin a text which the cache has; more
+             than are held where a page differs, or the state behind it is not kept
+    """
 
     sequence: int
     held: int
+    common: int = 0
 
 
 @dataclass(slots=True)
@@ -68,6 +73,11 @@ class PrefixCache:
             ids = ids[:0]
             if not allocator.can_open(positions + spare):
                 return None
+        common, keys = self.tree.common(prompt, salt), list[bytes]()
+        if self.store is not None:
+            keys = self.store.keys(known, salt)
+            keys = keys[: self.store.held(keys)]
+            common = max(common, PAGE_TOKENS * len(keys))
         self.tree.used(ids)
         states, held = self.kv.states, len(ids)
         state = None
@@ -77,14 +87,14 @@ class PrefixCache:
         if states is not None and state is not None:
             states.restore(sequence, state, held * PAGE_TOKENS)
         try:
-            loaded = self._load(sequence, known, salt, held)
+            loaded = self._load(sequence, keys, held)
             if loaded and self.saved_states is not None:
-                loaded = self._load_state(sequence, known, salt, held + loaded, (held, state))
+                loaded = self._load_state(sequence, keys, held + loaded, (held, state))
             held += loaded
         except BaseException:
             allocator.close(sequence)
             raise
-        return Opened(sequence, held * PAGE_TOKENS)
+        return Opened(sequence, held * PAGE_TOKENS, common)
 
     def leave(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
         """Close a sequence that will go on later, and keep its pages in memory; see `close`."""
@@ -172,8 +182,11 @@ class PrefixCache:
                 return saved
         return 0
 
-    def _load(self, sequence: int, known: Tokens, salt: str, held: int) -> int:
-        """Append what the disk has behind the first `held` pages; how many pages that is."""
+    def _load(self, sequence: int, keys: list[bytes], held: int) -> int:
+        """Append what of `keys` is behind the first `held` pages; how many pages that is.
+
+        keys   of the sequence's first pages, all on the disk
+        """
         if self.store is None or self.extents is None:
             return 0
         extents, loaded = self.extents, 0
@@ -186,8 +199,6 @@ class PrefixCache:
                 at += len(ids)
             loaded += len(rows)
 
-        keys = self.store.keys(known, salt)
-        keys = keys[: self.store.held(keys)]
         if self.saved_states is not None:
             keys = keys[: self.saved_states.longest(keys, held)]
         if len(keys) > held:
@@ -195,7 +206,7 @@ class PrefixCache:
         return loaded if self.saved_states is None or held + loaded == len(keys) else 0
 
     def _load_state(
-        self, sequence: int, known: Tokens, salt: str, pages: int, before: tuple[int, int | None]
+        self, sequence: int, keys: list[bytes], pages: int, before: tuple[int, int | None]
     ) -> int:
         """Read the state behind a sequence's first `pages`; how many came, 0 if it is not whole.
 
@@ -204,8 +215,7 @@ class PrefixCache:
         assert self.store is not None and self.saved_states is not None
         states, (held, slot) = self.kv.states, before
         assert states is not None
-        key = self.store.keys(known, salt)[pages - 1]
-        if self.saved_states.load(key, states.slot_of(sequence)):
+        if self.saved_states.load(keys[pages - 1], states.slot_of(sequence)):
             states.stands_at(sequence, pages * PAGE_TOKENS)
             return pages - held
         if slot is not None:

@@ -21,6 +21,7 @@ class Floats(WeightImporter):
     turned    rows of a head, where they lie in another order: see turn_back; else 0
     minus     is subtracted, in f32: gemma's norms are published with 1 added in GGUF files.  As it
               was added in f32 to no less than -1, subtracting it again is exact.
+    decay     they are -exp of what is wanted: a delta net's A_log, of which GGUF files have that
 
     Part: data [rows, ...].
     """
@@ -28,10 +29,12 @@ class Floats(WeightImporter):
     dtype: str
     turned: int = 0
     minus: float = 0.0
+    decay: bool = False
 
     @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        return Format(Encoding.F32 if self.minus else Encoding(self.dtype.lower()))
+        computed = self.minus or self.decay
+        return Format(Encoding.F32 if computed else Encoding(self.dtype.lower()))
 
     @override
     def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
@@ -39,5 +42,7 @@ class Floats(WeightImporter):
         if self.turned:
             numbers = turn_back(numbers, self.turned)
         target.data.copy_(numbers)
+        if self.decay:
+            target.data.neg_().log_()
         if self.minus:
             target.data.sub_(self.minus)

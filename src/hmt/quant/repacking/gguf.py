@@ -22,7 +22,7 @@ from hmt.quant.packed import Format, pack_groups, row_slice
 from hmt.quant.repacking.dequantized import dequantized
 from hmt.quant.repacking.floats import Floats
 from hmt.quant.repacking.interface import WeightImporter
-from hmt.quant.repacking.row_order import grouped_by_heads, turn_back
+from hmt.quant.repacking.row_order import grouped_by_heads, turn_back, untiled
 
 # Rows are unpacked so many bytes at a time: what is made of them on the way stays in the cache.
 _CHUNK_BYTES = 1 << 18
@@ -160,6 +160,46 @@ class GgufReordered(WeightImporter):
         ordered = grouped_by_heads(raw.reshape(self.rows, -1), self.groups, self.width)
         own = ordered[first:end].contiguous()
         _importer(self.kind).unpack({"data": own, "blocks": own}, target, first)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTiled(WeightImporter):
+    """A tensor whose rows belong to heads of values that lie in another order: see untiled.
+
+    kind     its type
+    rows     of it
+    decay    see Floats
+
+    Part: blocks [rows, bytes of a row], whole.
+    """
+
+    kind: str
+    rows: int
+    before: int
+    groups: int
+    width: int
+    decay: bool = False
+
+    @property
+    def _ordered(self) -> Gguf | Floats:
+        """What brings them where they lie in order."""
+        return Floats(self.kind, decay=True) if self.decay else _importer(self.kind)
+
+    @override
+    def format(self, shape: tuple[int, ...]) -> Format:
+        if (self.rows - self.before) % (self.groups * self.width):
+            raise CheckpointError(
+                f"{self.rows} rows, of which {self.before} are of queries and keys, are no heads "
+                f"of {self.width} for each of {self.groups} heads of keys"
+            )
+        return self._ordered.format(shape)
+
+    @override
+    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
+        rows = parts["blocks"].reshape(self.rows, -1)
+        ordered = untiled(rows, self.before, self.groups, self.width)
+        own = ordered[first : first + target.shape[0]].contiguous()
+        self._ordered.unpack({"data": own, "blocks": own}, target, first)
 
 
 def _numbers(kind: str) -> int:

@@ -26,3 +26,16 @@ def grouped_by_heads(rows: Tensor, groups: int, width: int) -> Tensor:
     query, key, value = rows.split([len(rows) - 2 * keys, keys, keys])
     parts = [part.reshape(groups, -1, *rows.shape[1:]) for part in (query, key, value)]
     return torch.cat(parts, dim=1).reshape(rows.shape)
+
+
+def untiled(rows: Tensor, before: int, groups: int, width: int) -> Tensor:
+    """Rows of heads of values, by the heads of keys that they share; a copy.
+
+    Published are the first head of each group, then the second of each, and so on (llama.cpp).
+
+    before   rows that stay where they are: of queries and keys
+    groups   heads of keys
+    width    rows of a head
+    """
+    tiles = rows[before:].reshape(-1, groups, width, *rows.shape[1:])
+    return torch.cat((rows[:before], tiles.transpose(0, 1).reshape(rows[before:].shape)))

@@ -94,11 +94,14 @@ async def rendered(
 def usage(generation: Generation) -> dict[str, Any]:
     """What the answers took."""
     prompt, completion = generation.prompt_tokens, generation.completion_tokens
+    details = {"cached_tokens": generation.held_tokens}
+    if generation.diverged_at is not None:
+        details["diverged_at"] = generation.diverged_at
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": generation.held_tokens},
+        "prompt_tokens_details": details,
     }
 
 

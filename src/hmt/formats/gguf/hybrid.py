@@ -1,0 +1,175 @@
+"""Architectures in which some layers attend and the others have recurrent state.
+
+What llama.cpp's converter does to delta nets, beside what it does to others (conversion/qwen.py):
+
+- `A_log` is stored as -exp(A_log), and convolutions without their dimension of one.
+- Norms have 1 added, except for the norm of a delta net's results.
+- Qwen3-Next's projection of queries, keys, values and gates, which has these by key heads, becomes
+  two: of queries, keys and values (attn_qkv), and of gates (attn_gate), each ordered by head.
+  Files of 2025 have it as it was (ssm_in).
+- Qwen3.5 publishes the heads of values by key heads: all of the first one, then all of the second.
+  The file has the first of each key head, then the second of each, and so on: they are "tiled".
+"""
+
+from typing import Any, Final
+
+from hmt.formats.gguf.architecture import EARLY_NORM, EXPERTS, Architecture
+from hmt.formats.gguf.fields import Config, count, number, sigmoid_only
+from hmt.formats.gguf.keys import Keys
+
+_DELTA: Final = EARLY_NORM | {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_a.bias": "linear_attn.A_log",  # its name ends with neither .weight nor .bias
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_NEXT: Final = _DELTA | {
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
+_CONV: Final = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.{}.w1",
+    "ffn_up_exps": "feed_forward.experts.{}.w3",
+    "ffn_down_exps": "feed_forward.experts.{}.w2",
+}
+_CONV_TRUNK: Final = {
+    "token_embd": "model.embed_tokens",
+    "token_embd_norm": "model.embedding_norm",  # of the last layer's result, whatever its name says
+    "output": "lm_head",
+}
+
+
+def _layer_types(keys: Keys, config: Config) -> list[str]:
+    """By attention.recurrent_layers; in older files all layers but every so manieth."""
+    every, layers = keys.count("full_attention_interval", 4), config["num_hidden_layers"]
+    recurrent = keys.pattern("attention.recurrent_layers", every, layers)
+    return ["linear_attention" if recurs else "full_attention" for recurs in recurrent]
+
+
+def _value_dim(keys: Keys, config: Config) -> int:
+    inner, heads = keys.count("ssm.inner_size"), config["linear_num_value_heads"]
+    if inner % heads:
+        raise keys.unread("ssm.inner_size", f"which {heads} heads cannot share evenly")
+    return int(inner) // int(heads)
+
+
+_DELTA_FIELDS: Final = {
+    "layer_types": _layer_types,
+    "linear_conv_kernel_dim": count("ssm.conv_kernel"),
+    "linear_key_head_dim": count("ssm.state_size"),
+    "linear_num_key_heads": count("ssm.group_count"),
+    "linear_num_value_heads": count("ssm.time_step_rank"),
+    "linear_value_head_dim": _value_dim,
+}
+_DELTA_EXPERTS: Final = {
+    **EXPERTS,
+    "norm_topk_prob": True,  # as llama.cpp computes it
+    "shared_expert_intermediate_size": count("expert_shared_feed_forward_length"),
+}
+_TILED: Final = {
+    "linear_value_heads_tiled": lambda keys, config: (
+        config["linear_num_value_heads"] != config["linear_num_key_heads"]
+    ),
+}
+
+QWEN3NEXT: Final = Architecture(
+    "Qwen3NextForCausalLM",
+    "qwen3_next",
+    {
+        **_DELTA_FIELDS,
+        **_DELTA_EXPERTS,
+        "linear_gates_apart": lambda keys, config: (
+            not any(
+                keys.has_tensor(f"blk.{layer}.ssm_in.weight")
+                for layer in range(config["num_hidden_layers"])
+            )
+        ),
+    },
+    _NEXT,
+    partial=True,
+    shifted=True,
+)
+QWEN35: Final = Architecture(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    {**_DELTA_FIELDS, **_TILED},
+    _DELTA,
+    partial=True,
+    shifted=True,
+)
+QWEN35MOE: Final = Architecture(
+    "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text",
+    {**_DELTA_FIELDS, **_DELTA_EXPERTS, **_TILED},
+    _DELTA,
+    partial=True,
+    shifted=True,
+)
+
+
+def _heads_by_layer(keys: Keys, config: Config) -> list[int]:
+    """Heads of keys: 0 where a layer has a convolution."""
+    return keys.by_layer("attention.head_count_kv", config["num_hidden_layers"])
+
+
+def _heads_of_keys(keys: Keys, config: Config) -> int:
+    heads = {heads for heads in _heads_by_layer(keys, config) if heads}
+    if len(heads) != 1:
+        raise keys.unread("attention.head_count_kv", "and layers that attend must all have as many")
+    return heads.pop()
+
+
+_CONV_FIELDS: Final[dict[str, Any]] = {
+    "num_key_value_heads": _heads_of_keys,
+    "layer_types": lambda keys, config: [
+        "full_attention" if heads else "conv" for heads in _heads_by_layer(keys, config)
+    ],
+    "conv_L_cache": count("shortconv.l_cache"),
+    "conv_bias": False,
+    "block_auto_adjust_ff_dim": False,  # the file has the width that came of it
+}
+LFM2: Final = Architecture(
+    "Lfm2ForCausalLM",
+    "lfm2",
+    _CONV_FIELDS,
+    _CONV,
+    _CONV_TRUNK,
+    epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+)
+LFM2MOE: Final = Architecture(
+    "Lfm2MoeForCausalLM",
+    "lfm2_moe",
+    {
+        **_CONV_FIELDS,
+        **EXPERTS,
+        "num_dense_layers": number("leading_dense_block_count", 0),
+        "norm_topk_prob": True,  # as llama.cpp computes it
+        "routed_scaling_factor": lambda keys, config: keys.number("expert_weights_scale", 0) or 1.0,
+        "use_expert_bias": sigmoid_only(),
+    },
+    _CONV,
+    _CONV_TRUNK,
+    epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
+)
