@@ -70,7 +70,9 @@ def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     told: dict[int, list[int]] = {}
     seen: list[int] = []
+    steps: list[Step] = []  # the last one that may have a next one begun
     send, begin = GraphRunner._send, GraphRunner._begin_next
+    may_run_ahead = GraphRunner._may_run_ahead
 
     def pages(graphs: GraphRunner, sequence: int) -> list[int]:
         kv = graphs._kv
@@ -81,14 +83,19 @@ def watch_guesses(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         told.update({run.sequence: pages(self, run.sequence) for run in step.segments})
         send(self, captured, step)
 
-    def begun(self: GraphRunner, captured: CapturedGraph, step: Step) -> Any:
-        for run in step.segments:
+    def asked(self: GraphRunner, captured: CapturedGraph, step: Step) -> bool:
+        steps[:] = [step]
+        return may_run_ahead(self, captured, step)
+
+    def begun(self: GraphRunner, captured: CapturedGraph) -> Any:
+        for run in steps[0].segments:
             page = run.context // 16  # of the next token
             assert told[run.sequence][page] == pages(self, run.sequence)[page]
             seen.append(run.context)
-        return begin(self, captured, step)
+        return begin(self, captured)
 
     monkeypatch.setattr(GraphRunner, "_send", sent)
+    monkeypatch.setattr(GraphRunner, "_may_run_ahead", asked)
     monkeypatch.setattr(GraphRunner, "_begin_next", begun)
     return seen
 
