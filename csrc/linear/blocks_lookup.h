@@ -117,7 +117,7 @@ struct LookupToken {
   }
 };
 
-// Two panels by turns, as in `multiply_one_token`, are 5% slower here: tables take registers.
+// Two panels interleaved, as in `multiply_one_token`, are 5% slower here: tables take registers.
 template <typename Type>
 void multiply_one_token_by_lookup(const BlockCall& call, size_t first_row, size_t end_row,
                                   float* out) {

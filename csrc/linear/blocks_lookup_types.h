@@ -11,7 +11,7 @@
 
 namespace hmt::HMT_ISA {
 
-// See below.
+// Of types without a table; the others follow.
 template <typename Type>
 struct Lookup {
   static constexpr bool kHas = false, kUnpacks = false;
@@ -110,15 +110,14 @@ struct ByteTable {
   }
 };
 
-constexpr uint8_t kTwoBits[8] = {8, 25, 43};
-constexpr uint8_t kThreeBits[8] = {4, 12, 20, 28, 36, 44, 52, 62};
-constexpr uint8_t kOdd[8] = {1, 3, 5, 7, 9, 11, 13, 15};
+inline constexpr uint8_t kTwoBits[8] = {8, 25, 43};
+inline constexpr uint8_t kThreeBits[8] = {4, 12, 20, 28, 36, 44, 52, 62};
+inline constexpr uint8_t kOdd[8] = {1, 3, 5, 7, 9, 11, 13, 15};
 
 // In which order the numbers of 32 columns come.
 enum class Order { kEights, kXxs3, kFours, kEvenOdd };
 
 // The column of a byte of the words of register `quad`.
-
 constexpr size_t column_of(Order order, size_t quad, size_t byte) {
   if (order == Order::kEights) return 8 * byte + quad;
   if (order == Order::kFours) return 16 * (quad / 4) + 4 * byte + quad % 4;
@@ -167,35 +166,44 @@ struct Lookup<IQ2_XXS> {
   }
 };
 
-template <>
-struct Lookup<IQ3_XXS> {
+// Entries of four numbers, each of three bits.
+template <const uint8_t (&kValues)[8], size_t kTables>
+struct ThreeBitLookup {
   static constexpr bool kHas = true, kUnpacks = true;
-  static constexpr size_t kEntries = 256;
-  static constexpr Order kOrder = Order::kXxs3;
-  ByteTable<4> low, high;
+  static constexpr size_t kEntries = 64 * kTables;
+  ByteTable<kTables> low, high;
 
-  HMT_INLINE explicit Lookup(const uint8_t* tables) : low(tables), high(tables + kEntries) {}
+  HMT_INLINE explicit ThreeBitLookup(const uint8_t* tables)
+      : low(tables), high(tables + kEntries) {}
 
-  HMT_INLINE void entries(__m512i index, __m512i signs, __m512i* out) const {
+  // `signs` has in bits 3, 0, 4 and 1 those of the four numbers.
+  HMT_INLINE void entries(__m512i index, const TableMasks<kTables>& bits, __m512i signs,
+                          __m512i* out) const {
     static constexpr Bytes64 kNumbers[4] = {
-        number_table(kThreeBits, 3, 0, 3, 128), number_table(kThreeBits, 3, 3, 0, 128),
-        number_table(kThreeBits, 3, 0, 4, 128), number_table(kThreeBits, 3, 3, 1, 128)};
-    const TableMasks<4> bits(index);
+        number_table(kValues, 3, 0, 3, 128), number_table(kValues, 3, 3, 0, 128),
+        number_table(kValues, 3, 0, 4, 128), number_table(kValues, 3, 3, 1, 128)};
     const __m512i l = low.look_up(index, bits), h = high.look_up(index, bits);
     out[0] = permute(kNumbers[0], select(0x07070707, l, signs));
     out[1] = permute(kNumbers[1], select(0x38383838, l, signs));
     out[2] = permute(kNumbers[2], select(0x07070707, h, signs));
     out[3] = permute(kNumbers[3], select(0x38383838, h, signs));
   }
+};
+
+template <>
+struct Lookup<IQ3_XXS> : ThreeBitLookup<kThreeBits, 4> {
+  using ThreeBitLookup::ThreeBitLookup;
+  static constexpr Order kOrder = Order::kXxs3;
 
   HMT_INLINE void numbers(const Block& b, size_t g, __m512i (&out)[8]) const {
     static constexpr Bytes64 kSigns = windows(0, 14, 7, 21);
     const __m512i first = b.word(2 * g).v, second = b.word(2 * g + 1).v;
     const __m512i signs = bytes_at(kSigns, b.word(16 + g).v);
-    entries(select(0x00ff00ff, first, _mm512_slli_epi32(second, 8)),
-            move_bits(signs, bit_matrix({2, 8, 0, 1, 4, 0, 0, 0})), out);
-    entries(select(0x00ff00ff, _mm512_srli_epi32(first, 8), second),
-            move_bits(signs, bit_matrix({32, 127, 0, 16, 64, 0, 0, 0})), out + 4);
+    const __m512i even = select(0x00ff00ff, first, _mm512_slli_epi32(second, 8));
+    const __m512i odd = select(0x00ff00ff, _mm512_srli_epi32(first, 8), second);
+    entries(even, TableMasks<4>(even), move_bits(signs, bit_matrix({2, 8, 0, 1, 4, 0, 0, 0})), out);
+    entries(odd, TableMasks<4>(odd), move_bits(signs, bit_matrix({32, 127, 0, 16, 64, 0, 0, 0})),
+            out + 4);
   }
 };
 
@@ -249,13 +257,9 @@ struct Lookup<IQ2_XS> {
 };
 
 template <>
-struct Lookup<IQ3_S> {
-  static constexpr bool kHas = true, kUnpacks = true;
-  static constexpr size_t kEntries = 512;
+struct Lookup<IQ3_S> : ThreeBitLookup<kOdd, 8> {
+  using ThreeBitLookup::ThreeBitLookup;
   static constexpr Order kOrder = Order::kFours;
-  ByteTable<8> low, high;
-
-  HMT_INLINE explicit Lookup(const uint8_t* tables) : low(tables), high(tables + kEntries) {}
 
   HMT_INLINE void numbers(const Block& b, size_t g, __m512i (&out)[8]) const {
     static constexpr Bytes64 kHigh[8] = {windows(0, 0, 0, 0),     windows(4, 4, 4, 4),
@@ -263,9 +267,6 @@ struct Lookup<IQ3_S> {
                                          windows(16, 16, 16, 16), windows(20, 20, 20, 20),
                                          windows(24, 24, 24, 24), windows(28, 28, 28, 28)};
     static constexpr Bytes64 kSigns[2] = {windows(0, 4, 8, 12), windows(16, 20, 24, 28)};
-    static constexpr Bytes64 kNumbers[4] = {
-        number_table(kOdd, 3, 0, 3, 128), number_table(kOdd, 3, 3, 0, 128),
-        number_table(kOdd, 3, 0, 4, 128), number_table(kOdd, 3, 3, 1, 128)};
     HMT_UNROLL(2)
     for (size_t i = 0; i < 2; ++i) {
       const size_t word = 2 * g + i;
@@ -275,28 +276,36 @@ struct Lookup<IQ3_S> {
                                       bit_matrix({2, 8, 0, 1, 4, 0, 0, 0}));
       const TableMasks<8> bits(
           index, _mm512_test_epi8_mask(eighth, _mm512_set1_epi32(0x08040201)));
-      const __m512i l = low.look_up(index, bits), h = high.look_up(index, bits);
-      out[4 * i] = permute(kNumbers[0], select(0x07070707, l, signs));
-      out[4 * i + 1] = permute(kNumbers[1], select(0x38383838, l, signs));
-      out[4 * i + 2] = permute(kNumbers[2], select(0x07070707, h, signs));
-      out[4 * i + 3] = permute(kNumbers[3], select(0x38383838, h, signs));
+      entries(index, bits, signs, out + 4 * i);
     }
   }
 };
 
 // Types of 1024 and 2048 entries gather the packed numbers of an entry: `vpermb` would need as long.
-HMT_INLINE __m512i gather_packed(const uint8_t* tables, size_t entries, __m512i index) {
-  return _mm512_i32gather_epi32(index, tables + 2 * entries, 4);
-}
-
-template <>
-struct Lookup<IQ2_S> {
+template <size_t kCount>
+struct GatheredLookup {
   static constexpr bool kHas = true, kUnpacks = true;
-  static constexpr size_t kEntries = 1024;
+  static constexpr size_t kEntries = kCount;
   static constexpr Order kOrder = Order::kEvenOdd;
   const uint8_t* tables;
 
-  HMT_INLINE explicit Lookup(const uint8_t* t) : tables(t) {}
+  HMT_INLINE explicit GatheredLookup(const uint8_t* t) : tables(t) {}
+
+  // `index` may have more bits; bits 0, 1, 6 and 7 of bytes of `signs` go to the tables.
+  HMT_INLINE void entry(__m512i index, __m512i signs, const Bytes64& even, const Bytes64& odd,
+                        __m512i* out) const {
+    const __m512i last = _mm512_set1_epi32(static_cast<int>(kEntries) - 1);
+    const __m512i inside = _mm512_and_si512(index, last);
+    const __m512i packed = _mm512_i32gather_epi32(inside, tables + 2 * kEntries, 4);
+    const __m512i with = select(0x3c3c3c3c, packed, signs);
+    out[0] = permute(even, with);
+    out[1] = permute(odd, with);
+  }
+};
+
+template <>
+struct Lookup<IQ2_S> : GatheredLookup<1024> {
+  using GatheredLookup::GatheredLookup;
 
   HMT_INLINE void numbers(const Block& b, size_t g, __m512i (&out)[8]) const {
     static constexpr Bytes64 kSigns[4] = {windows(0, 2, 4, 6), windows(8, 10, 12, 14),
@@ -308,11 +317,7 @@ struct Lookup<IQ2_S> {
     HMT_UNROLL(4)
     for (int i = 0; i < 4; ++i) {
       const __m512i index = select(255, shr(low, 8 * i).v, shr(high, 2 * i).v);
-      const __m512i packed =
-          gather_packed(tables, kEntries, _mm512_and_si512(index, _mm512_set1_epi32(1023)));
-      const __m512i with = select(0x3c3c3c3c, packed, bytes_at(kSigns[i], signs.v));
-      out[2 * i] = permute(kEven, with);
-      out[2 * i + 1] = permute(kOddNumbers, with);
+      entry(index, bytes_at(kSigns[i], signs.v), kEven, kOddNumbers, out + 2 * i);
     }
   }
 };
@@ -326,29 +331,19 @@ constexpr Bytes64 ternary_table(size_t code) {
   return table;
 }
 
-template <typename Type>
-struct TernaryLookup {
-  static constexpr bool kHas = true, kUnpacks = true;
-  static constexpr size_t kEntries = 2048;
-  static constexpr Order kOrder = Order::kEvenOdd;
-  const uint8_t* tables;
+struct TernaryLookup : GatheredLookup<2048> {
+  using GatheredLookup::GatheredLookup;
 
-  HMT_INLINE explicit TernaryLookup(const uint8_t* t) : tables(t) {}
-
-  // `index` may have more bits; `minus` has the sign of what is added in the first bit of bytes.
+  // `minus` has the sign of what is added in the first bit of bytes.
   HMT_INLINE void entry(__m512i index, __m512i minus, __m512i* out) const {
     static constexpr Bytes64 kEven = ternary_table(2), kOddNumbers = ternary_table(4);
-    const __m512i packed =
-        gather_packed(tables, kEntries, _mm512_and_si512(index, _mm512_set1_epi32(2047)));
-    const __m512i with = select(0x3c3c3c3c, packed, minus);
-    out[0] = permute(kEven, with);
-    out[1] = permute(kOddNumbers, with);
+    GatheredLookup::entry(index, minus, kEven, kOddNumbers, out);
   }
 };
 
 template <>
-struct Lookup<IQ1_S> : TernaryLookup<IQ1_S> {
-  using TernaryLookup<IQ1_S>::TernaryLookup;
+struct Lookup<IQ1_S> : TernaryLookup {
+  using TernaryLookup::TernaryLookup;
 
   HMT_INLINE void numbers(const Block& b, size_t g, __m512i (&out)[8]) const {
     static constexpr Bytes64 kMinus = windows(23, 23, 23, 23);
@@ -362,8 +357,8 @@ struct Lookup<IQ1_S> : TernaryLookup<IQ1_S> {
 };
 
 template <>
-struct Lookup<IQ1_M> : TernaryLookup<IQ1_M> {
-  using TernaryLookup<IQ1_M>::TernaryLookup;
+struct Lookup<IQ1_M> : TernaryLookup {
+  using TernaryLookup::TernaryLookup;
 
   HMT_INLINE void numbers(const Block& b, size_t g, __m512i (&out)[8]) const {
     static constexpr Bytes64 kMinus[4] = {windows(11, 11, 11, 11), windows(15, 15, 15, 15),

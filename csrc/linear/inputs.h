@@ -46,7 +46,7 @@ size_t padded(size_t columns);
 
 Inputs prepare(const ConstMatrix& x, const Needs& needs, Scratch& scratch, size_t threads);
 
-// Room for codes of x in a form, for whoever writes them.
+// Room for codes of x in a form, which the caller fills.
 CodeRows code_rows(size_t tokens, size_t columns, size_t stride, size_t form, Scratch& scratch);
 // Bytes that it takes.
 size_t code_bytes(size_t tokens, size_t columns, size_t stride, size_t form);

@@ -26,8 +26,9 @@ struct Projection {
 // group of columns is an exact integer, times the group's scale (and factor) in f32; groups are
 // added in f32 in ascending order; times the token's scale; plus bias in f32; then rounded.  So the
 // result is the same to the bit on every instruction set.  Packing::kBlocks: blocks of columns take
-// the place of groups, and the scale of x is multiplied with theirs, and so it is in panels where it has one per group; see
-// `linear_int8_blocks` and `linear_int8_groups` in kernels/reference/matmul.py.
+// the place of groups, and the scale of x is multiplied with theirs.  So it is in panels where x has
+// a scale per group.  See `linear_int8_blocks` and `linear_int8_groups` in
+// kernels/reference/matmul.py.
 void linear(const Projection* projections, size_t count, const ConstMatrix& x, const Matrix& out,
             size_t threads);
 

@@ -152,7 +152,7 @@ def _common(table, salt, tokens):
         same = [a == b for a, b in zip(asked, text(*pages), strict=False)]
         if other == salt:
             best = max(best, [*same, False].index(False))
-    assert table.tree.common(asked, salt) == best
+    assert table.tree.diverged_at(asked, salt) == best
 
 
 def _evict(table, count):

@@ -1,17 +1,13 @@
 """Models with recurrent state on an emulated device: captured steps, and where state lies."""
 
-import random
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain_memory import published, random_reference
-from random_configs import cases
+from hybrid_models import drawn, ids, publish
 
 import hmt
 from hmt.base.errors import BudgetError
@@ -38,12 +34,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def folder(name: str) -> Path:
         if name not in made:
-            [case] = (case for case in cases() if case.name == name)
-            case.config.max_position_embeddings = 2 * POSITIONS
             made[name] = tmp_path_factory.mktemp(name)
-            published(random_reference(case.config, case.seed), made[name])
-            tokenizer = files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"
-            shutil.copy(str(tokenizer), made[name])
+            publish(name, made[name], 2 * POSITIONS)
         return made[name]
 
     return folder
@@ -53,16 +45,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def _link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HMT_POISON", "on")
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9, 30e9, 90e9))
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(16, 250) for _ in range(count)]
-
-
-def drawn(tokens: list[int], seed: int, new: int = 12, **options: Any) -> hmt.Request:
-    sampling = hmt.Sampling(temperature=1.5, seed=seed)
-    return hmt.Request(tokens, new, sampling=sampling, ignore_eos=True, **options)
 
 
 def graphs_of(model: LoadedModel) -> GraphRunner:

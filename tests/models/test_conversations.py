@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,14 +14,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from plain_memory import published, random_reference
-from random_configs import cases
+from hybrid_models import publish
 
 import hmt
 from hmt.contracts.step import Segment
@@ -44,11 +41,8 @@ main()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    [case] = (case for case in cases() if case.name == "qwen3_5_text-0")
-    case.config.max_position_embeddings = CONTEXT
     made = tmp_path_factory.mktemp("hybrid")
-    published(random_reference(case.config, case.seed), made)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), made)
+    publish("qwen3_5_text-0", made, CONTEXT)
     return made
 
 

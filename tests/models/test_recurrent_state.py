@@ -1,16 +1,13 @@
 """Models with recurrent state in the engine: chunks, batches, choices, preemption, memory."""
 
 import random
-import shutil
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain_memory import published, random_reference
-from random_configs import cases
+from hybrid_models import drawn, ids, publish
 from transformers import PreTrainedModel
 
 import hmt
@@ -33,23 +30,8 @@ NEVER = "no model writes this"
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, PreTrainedModel]]:
-    [case] = (case for case in cases() if case.name == request.param)
-    case.config.max_position_embeddings = POSITIONS
-    reference = random_reference(case.config, case.seed)
-    folder = tmp_path_factory.mktemp(case.name)
-    published(reference, folder)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
-    yield folder, reference
-
-
-def ids(count: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(16, 250) for _ in range(count)]
-
-
-def drawn(tokens: list[int], seed: int, new: int = 12, **options: Any) -> hmt.Request:
-    sampling = hmt.Sampling(temperature=1.5, seed=seed)
-    return hmt.Request(tokens, new, sampling=sampling, ignore_eos=True, **options)
+    folder = tmp_path_factory.mktemp(request.param)
+    yield folder, publish(request.param, folder, POSITIONS)
 
 
 def is_free(model: LoadedModel) -> bool:

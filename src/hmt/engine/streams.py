@@ -100,7 +100,7 @@ class RequestHandle:
 
         None until it runs, and where the prefix cache was not asked.
         """
-        return self._sequence.common_tokens
+        return self._sequence.diverged_at
 
     @property
     def submitted_s(self) -> float:

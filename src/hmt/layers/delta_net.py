@@ -25,7 +25,7 @@ class GatedDeltaNet:
                all of one key head before those of the next, and so of learning rates and decays;
                otherwise four, each ordered by head
     apart      grouped, but gates have a projection of their own, which is ordered by head, as is
-               that of queries, keys and values (GGUF files of Qwen3-Next)
+               that of Q, K and V (GGUF files of Qwen3-Next)
     tiled      gates, and inputs of the last projection, are those of the first head of each key
                head, then of the second of each, and so on (GGUF files of Qwen3.5)
     """

@@ -46,7 +46,7 @@ class KVReservation:
                 return False
             sequence.kv, sequence.computed = opened.sequence, opened.held
             if tokens and sequence.admitted_s is None:
-                sequence.common_tokens = opened.common
+                sequence.diverged_at = opened.diverged_at
         sequence.reserved_tokens = max(sequence.reserved_tokens, round_up(positions, PAGE_TOKENS))
         return True
 

@@ -44,8 +44,8 @@ class SequenceState:
     is_unsettled      whether its last token waits for a grammar, so that it is left out of steps
     error             why it ended, where it failed
     cached_tokens     positions whose KV was in the cache when it began to run
-    common_tokens     tokens of the prompt, from the first on, that began a text which the cache had
-                      then; None: it was not asked
+    diverged_at       token of the prompt at which it differed from every sequence in the prefix
+                      cache; None: the cache was not asked
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
     deadline_s        time.monotonic() at which it fails if it has not ended; None: never
     """
@@ -73,7 +73,7 @@ class SequenceState:
     finish_reason: FinishReason | None = None
     error: HMTError | None = None
     cached_tokens: int = 0
-    common_tokens: int | None = None
+    diverged_at: int | None = None
     submitted_s: float = field(default_factory=time.perf_counter)
     admitted_s: float | None = None
 

@@ -5,7 +5,7 @@ What llama.cpp's converter does to delta nets, beside what it does to others (co
 - `A_log` is stored as -exp(A_log), and convolutions without their dimension of one.
 - Norms have 1 added, except for the norm of a delta net's results.
 - Qwen3-Next's projection of queries, keys, values and gates, which has these by key heads, becomes
-  two: of queries, keys and values (attn_qkv), and of gates (attn_gate), each ordered by head.
+  two: of Q, K and V (attn_qkv), and of gates (attn_gate), each ordered by head.
   Files of 2025 have it as it was (ssm_in).
 - Qwen3.5 publishes the heads of values by key heads: all of the first one, then all of the second.
   The file has the first of each key head, then the second of each, and so on: they are "tiled".
@@ -62,7 +62,7 @@ _CONV_TRUNK: Final = {
 
 
 def _layer_types(keys: Keys, config: Config) -> list[str]:
-    """By attention.recurrent_layers; in older files all layers but every so manieth."""
+    """By attention.recurrent_layers; in older files all layers but the last of each period."""
     every, layers = keys.count("full_attention_interval", 4), config["num_hidden_layers"]
     recurrent = keys.pattern("attention.recurrent_layers", every, layers)
     return ["linear_attention" if recurs else "full_attention" for recurs in recurrent]

@@ -34,7 +34,7 @@ def causal_conv(
     channels, width = weight.shape
     assert x.shape[1] == channels and tails.shape[1:] == (width - 1, channels)
     taps, out = weight.float().contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    with _kept(tails, runs):
+    with _advancing(tails, runs):
         native.causal_conv(
             x.data_ptr(),
             DTYPES[x.dtype],
@@ -76,7 +76,7 @@ def gated_delta_rule(
     assert states.shape[1:] == (heads.heads, heads.key_dim, heads.value_dim)
     out = torch.empty(tokens, heads.heads, heads.value_dim, dtype=dtype)
     work = torch.empty(tokens, 2 * heads.keys_width + 2 * heads.heads)
-    with _kept(states, runs):
+    with _advancing(states, runs):
         native.gated_delta_rule(
             qkv.data_ptr(),
             DTYPES[dtype],
@@ -100,8 +100,8 @@ def gated_delta_rule(
 
 
 @contextmanager
-def _kept(states: Tensor, runs: Sequence[StateRun]) -> Iterator[None]:
-    """Once the body has changed `states` in place, those of runs that do not advance are back."""
+def _advancing(states: Tensor, runs: Sequence[StateRun]) -> Iterator[None]:
+    """The body changes `states` in place; afterwards those of runs that do not advance are back."""
     slots = [run.slot for run in runs if not run.advances]
     before = states[slots] if slots else None
     yield

@@ -32,6 +32,24 @@ def token_codes(values, axis: tl.constexpr):
 
 
 @triton.jit
+def store_block_codes(values, token, block, there, blocks, numbers, scales, sums):
+    """Round rows [rows, 256], each a block of 256 inputs of a token, and store them as BlockTokens.
+
+    token, block, there   [rows, 1]: whose block a row is, which one, and whether there is one
+    numbers               int8 [tokens, 64, blocks, 4]
+    scales, sums          f32 [tokens, blocks]; int32 [tokens, 16, blocks]
+    """
+    codes, scale = token_codes(values, 1)
+    column = tl.arange(0, 256)[None, :]
+    word = (token * 64 + column // 4) * blocks + block
+    tl.store(numbers + word * 4 + column % 4, codes, mask=there)
+    tl.store(scales + token * blocks + block, scale, mask=there)
+    sixteen = tl.reshape(codes.to(tl.int32), (values.shape[0], 16, 16))
+    place = (token * 16 + tl.arange(0, 16)[None, :]) * blocks + block
+    tl.store(sums + place, tl.sum(sixteen, axis=2), mask=there)
+
+
+@triton.jit
 def rank(values):
     """Int32 in the order of f32 values: -0 equals 0, NaN is above everything."""
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)

@@ -24,13 +24,13 @@ _MOST_UNSAVED = 256  # sequences, of which those that ended first are not saved
 class Opened:
     """A sequence in the cache, of whose positions the first `held` have KV.
 
-    common   tokens of the prompt, from the first on, that begin a text which the cache has; more
-             than are held where a page differs, or the state behind it is not kept
+    diverged_at   token of the prompt at which it differs from every sequence in the cache; behind
+                  what is held where a page differs, or the state behind it is not kept
     """
 
     sequence: int
     held: int
-    common: int = 0
+    diverged_at: int = 0
 
 
 @dataclass(slots=True)
@@ -73,11 +73,11 @@ class PrefixCache:
             ids = ids[:0]
             if not allocator.can_open(positions + spare):
                 return None
-        common, keys = self.tree.common(prompt, salt), list[bytes]()
+        diverged_at, keys = self.tree.diverged_at(prompt, salt), list[bytes]()
         if self.store is not None:
             keys = self.store.keys(known, salt)
             keys = keys[: self.store.held(keys)]
-            common = max(common, PAGE_TOKENS * len(keys))
+            diverged_at = max(diverged_at, PAGE_TOKENS * len(keys))
         self.tree.used(ids)
         states, held = self.kv.states, len(ids)
         state = None
@@ -94,7 +94,7 @@ class PrefixCache:
         except BaseException:
             allocator.close(sequence)
             raise
-        return Opened(sequence, held * PAGE_TOKENS, common)
+        return Opened(sequence, held * PAGE_TOKENS, diverged_at)
 
     def leave(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
         """Close a sequence that will go on later, and keep its pages in memory; see `close`."""

@@ -113,10 +113,10 @@ class PrefixTree:
         found = [run.ids[:matched] for run, matched in self._path(_rows(tokens), salt)]
         return np.concatenate([_NONE, *found])
 
-    def common(self, tokens: Tokens, salt: str = "") -> int:
-        """How many of `tokens`, from the first on, begin a text that is held.
+    def diverged_at(self, tokens: Tokens, salt: str = "") -> int:
+        """The first of `tokens` that differs from every sequence in the tree; len(tokens): none.
 
-        Counts for nothing.  More than the pages that `find` gives, by less than a page.
+        Behind the pages that `find` gives, by less than a page.  Not a use of these pages.
         """
         path = self._path(_rows(tokens), salt)
         held = PAGE_TOKENS * sum(matched for _, matched in path)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hmt.contracts.encoding import ACTIVATION_BLOCK
 from hmt.kernels import reference
-from hmt.kernels.triton.device_math import rounded, token_codes
+from hmt.kernels.triton.device_math import rounded, store_block_codes, token_codes
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 
 _CODE_PAD = 64  # rows of codes are padded to a multiple of so many
@@ -65,17 +65,12 @@ def _norm_kernel(
     if QUANTIZE == "blocks":
         BLOCKS: tl.constexpr = COLUMNS // 256
         wide = tl.where(inside, normed.to(tl.float32), 0.0)
-        code, scale = token_codes(tl.reshape(wide, (ROWS, BLOCKS, 256)), 2)
-        its = row[:, :, None]
-        block = tl.arange(0, BLOCKS)[None, :, None]
+        number = tl.arange(0, ROWS * BLOCKS)[:, None]
+        its = tl.program_id(0).to(tl.int64) * ROWS + number // BLOCKS
+        block = number % BLOCKS
         there = (its < rows) & (block < STRIDE)
-        number = tl.arange(0, 256)[None, None, :]
-        word = (its * 64 + number // 4) * STRIDE + block
-        tl.store(codes + word * 4 + number % 4, code, mask=there)
-        tl.store(scales + its * STRIDE + block, scale, mask=there)
-        sixteen = tl.sum(tl.reshape(code.to(tl.int32), (ROWS, BLOCKS, 16, 16)), axis=3)
-        part = tl.arange(0, 16)[None, None, :]
-        tl.store(sums + (its * 16 + part) * STRIDE + block, sixteen, mask=there)
+        wide = tl.reshape(wide, (ROWS * BLOCKS, 256))
+        store_block_codes(wide, its, block, there, STRIDE, codes, scales, sums)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:

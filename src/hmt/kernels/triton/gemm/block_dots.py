@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hmt.contracts.encoding import ACTIVATION_BLOCK, BLOCK_SHAPES, Encoding
 from hmt.kernels.reference import gguf_blocks
-from hmt.kernels.triton.device_math import token_codes
+from hmt.kernels.triton.device_math import store_block_codes
 from hmt.kernels.triton.gemm.block_codes import MINIMA, OFFSETS, STRIDED, block_scales, sixteen
 from hmt.kernels.triton.gemm.unpack import INTERPRETED
 from hmt.kernels.triton.weight_codes import dot4, pointers
@@ -75,6 +75,11 @@ def block_grid(encoding: Encoding, device: torch.device) -> Tensor | None:
     return packed.to(torch.int32).to(device)
 
 
+def lanes_of(encoding: Encoding, blocks: int) -> int:
+    """How many lanes work on so many blocks of 256 inputs: see `lane_of`."""
+    return blocks * (8 if BLOCK_SHAPES[encoding].numbers == 32 else 4)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockTokens:
     """Tokens as the kernels of blocks take them.
@@ -116,14 +121,8 @@ def _quantize_kernel(x, numbers, scales, sums, columns, blocks, x_row, BLOCKS: t
     column = tl.arange(0, 256)
     at = (block * 256)[:, None] + column[None, :]
     values = tl.load(x + token * x_row + at, mask=at < columns, other=0.0).to(tl.float32)
-    codes, scale = token_codes(values, 1)
-    there = (block < blocks)[:, None]
-    word = (token * 64 + (column // 4)[None, :]) * blocks + block[:, None]
-    tl.store(numbers + word * 4 + (column % 4)[None, :], codes, mask=there)
-    tl.store(scales + token * blocks + block[:, None], scale, mask=there)
-    total = tl.sum(tl.reshape(codes.to(tl.int32), (BLOCKS, 16, 16)), axis=2)
-    place = (token * 16 + tl.arange(0, 16)[None, :]) * blocks + block[:, None]
-    tl.store(sums + place, total, mask=there)
+    block = block[:, None]
+    store_block_codes(values, token, block, block < blocks, blocks, numbers, scales, sums)
 
 
 @triton.jit

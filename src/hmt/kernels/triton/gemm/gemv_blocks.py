@@ -25,6 +25,7 @@ from hmt.kernels.triton.gemm.block_dots import (
     block_tokens,
     lane_dots,
     lane_of,
+    lanes_of,
 )
 from hmt.kernels.triton.pdl import (
     ask_cache_for_rows,
@@ -100,8 +101,7 @@ def sizes_of(encoding: Encoding, columns: int) -> tuple[int, int]:
     threads = 4 if blocks < 16 else 2  # for a lane of 16 rows
     # With one, lanes would not differ by blocks, and Triton 3.6 stops at hints on such addresses.
     blocks = max(1, blocks // 2) if small else max(2, blocks)
-    lanes = blocks * (8 if small else 4)
-    return blocks, max(1, lanes * threads // 32)
+    return blocks, max(1, lanes_of(encoding, blocks) * threads // 32)
 
 
 @triton.jit

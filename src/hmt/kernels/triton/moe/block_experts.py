@@ -16,6 +16,7 @@ from hmt.kernels.triton.gemm.block_dots import (
     block_tokens,
     lane_dots,
     lane_of,
+    lanes_of,
 )
 from hmt.kernels.triton.gemm.gemv_blocks import sizes_of
 from hmt.kernels.triton.moe.biases import DOWN, UP, biases
@@ -23,7 +24,7 @@ from hmt.kernels.triton.moe.matrix_format import MatrixForm
 from hmt.kernels.triton.moe.weight_table import ExpertMatrix, ExpertTable
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 
-# Experts of a token that a program of down has at once: as many as lanes do for.
+# Experts of a token that a program of down has at once, and their lanes, at most.
 _PAIRS, _LANES = 8, 128
 _WARPS = 16  # at most
 
@@ -76,8 +77,8 @@ def down_in_blocks(
     rounds = matrix.activations.are_integers
     vectors = block_tokens(h, rounded=rounds)
     blocks, warps = sizes_of(matrix.encoding, width)
-    lanes = blocks * (8 if BLOCK_SHAPES[matrix.encoding].numbers == 32 else 4)
-    pairs = max(1, min(_PAIRS, _LANES // lanes, triton.next_power_of_2(top)))
+    pairs = _LANES // lanes_of(matrix.encoding, blocks)
+    pairs = max(1, min(_PAIRS, pairs, triton.next_power_of_2(top)))
     _down_kernel[(triton.cdiv(hidden, 16), tokens)](
         table.addresses, table.part_stride, table.experts, slots, slot_scales,
         vectors.numbers.view(torch.int32) if rounds else h, vectors.scales, vectors.sums,

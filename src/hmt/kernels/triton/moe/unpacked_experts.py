@@ -20,6 +20,9 @@ from hmt.kernels.triton.gemm.block_numbers import blocks_at_once, store_numbers
 from hmt.kernels.triton.moe.weight_table import PARTS, ExpertMatrix, ExpertTable
 
 _BIAS = PARTS.index("bias")
+_EXPERTS = 32  # of a program of `_group_kernel`
+# Where a part of a group's table lies: nowhere, among the unpacked numbers, or where it lay.
+_ABSENT, _UNPACKED, _IN_PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _FLOATS = {
     torch.float32: Encoding.F32,
     torch.float16: Encoding.F16,
@@ -56,11 +59,6 @@ def unpacked_groups(
             ROWS=triton.next_power_of_2(len(parts)), EXPERTS=_EXPERTS, num_warps=4,
         )  # fmt: skip
         yield ExpertTable(addresses, *forms), first + group >= among.stop
-
-
-_EXPERTS = 32  # of a program
-# Kinds of parts of a group.
-_ABSENT, _UNPACKED, _IN_PLACE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,33 @@
+"""Small hybrids with a tokenizer, and requests to them, for tests through the engine."""
+
+import random
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from plain_memory import published, random_reference
+from random_configs import cases
+from transformers import PreTrainedModel
+
+import hmt
+
+
+def publish(name: str, folder: Path, positions: int) -> PreTrainedModel:
+    """The case `name` for so many positions, as transformers has it; its checkpoint to `folder`."""
+    [case] = (case for case in cases() if case.name == name)
+    case.config.max_position_embeddings = positions
+    reference = random_reference(case.config, case.seed)
+    published(reference, folder)
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    return reference
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(16, 250) for _ in range(count)]
+
+
+def drawn(tokens: list[int], seed: int, new: int = 12, **options: Any) -> hmt.Request:
+    sampling = hmt.Sampling(temperature=1.5, seed=seed)
+    return hmt.Request(tokens, new, sampling=sampling, ignore_eos=True, **options)
