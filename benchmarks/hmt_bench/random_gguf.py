@@ -27,6 +27,7 @@ from hmt_bench.gguf_model import (
     gguf_tensors,
     load_gguf,
 )
+from hmt_bench.random_hybrid import DeltaShape
 
 _PATTERN_BYTES = 1 << 21
 _DEVIATION = 0.02  # of the numbers: Llama's own initial one
@@ -49,11 +50,12 @@ Recipe = Callable[[str, int, int], str]
 def _recipe(base: str, more: Mapping[str, str], half: Mapping[str, str], **fixed: str) -> Recipe:
     """Types by tensor: `fixed` ones always, `more` in all layers, `half` where there are more bits.
 
-    Of tensors' names the part behind "blk.N."; experts' stacks count as the network's matrix.
+    Of tensors' names the part behind "blk.N."; experts' stacks and the shared expert's matrices
+    count as the network's.
     """
 
     def kind(name: str, layer: int, layers: int) -> str:
-        what = name.removesuffix("_exps")
+        what = name.removesuffix("_exps").removesuffix("_shexp")
         if what in fixed:
             return fixed[what]
         if what in half and _more_bits(layer, layers):
@@ -69,11 +71,12 @@ RECIPES: Mapping[str, Recipe] = {
         "Q2_K", {"attn_v": "Q4_K", "ffn_down": "Q3_K", "attn_output": "Q3_K"}, {}, output="Q6_K"
     ),
     "Q3_K_M": _recipe(
-        "Q3_K", {"attn_v": "Q4_K", "attn_output": "Q4_K"}, {"ffn_down": "Q4_K"}, output="Q6_K"
+        "Q3_K", {"attn_v": "Q4_K", "attn_qkv": "Q4_K", "attn_output": "Q4_K"}, {"ffn_down": "Q4_K"},
+        output="Q6_K",
     ),
     "Q4_0": _recipe("Q4_0", {}, {}, output="Q6_K"),
-    "Q4_K_M": _recipe("Q4_K", {}, _HALF_Q6, output="Q6_K"),
-    "Q5_K_M": _recipe("Q5_K", {}, _HALF_Q6, output="Q6_K"),
+    "Q4_K_M": _recipe("Q4_K", {"attn_qkv": "Q5_K"}, _HALF_Q6, output="Q6_K"),
+    "Q5_K_M": _recipe("Q5_K", {"attn_qkv": "Q6_K"}, _HALF_Q6, output="Q6_K"),
     "Q6_K": _recipe("Q6_K", {}, {}),
     "Q8_0": _recipe("Q8_0", {}, {}),
     "IQ4_XS": _recipe("IQ4_XS", {"attn_v": "Q5_K"}, {}, output="Q6_K"),
@@ -87,25 +90,33 @@ RECIPES: Mapping[str, Recipe] = {
 }  # fmt: skip
 
 
-def write_random_gguf(path: Path, shape: Shape, file_type: str | None = None) -> int:
+def write_random_gguf(path: Path, shape: Shape | DeltaShape, file_type: str | None = None) -> int:
     """Write a random model of `shape`; the bytes of its tensors.
 
     file_type   one of RECIPES; None: as `gguf_model` writes a checkpoint, in Q4_0 with the
                 embedding and the output layer in Q8_0
     """
     gguf = load_gguf()
-    config = shape.config(shape.vocab_size or 256)
-    writer = gguf.GGUFWriter(path, architecture(config))
-    add_sizes(writer, config)
+    if isinstance(shape, DeltaShape):
+        writer = gguf.GGUFWriter(path, shape.architecture)
+        shape.add_sizes(writer)
+        tokens, tensors = shape.tokens(), list(shape.tensors())
+    else:
+        tokens = shape.config(shape.vocab_size or 256)
+        writer = gguf.GGUFWriter(path, architecture(tokens))
+        add_sizes(writer, tokens)
+        tensors = gguf_tensors(_checkpoint(shape, tokens))
     with as_file(files("hmt") / "embedded" / "mini-dense") as embedded:
-        add_tokenizer(writer, embedded, config)
-    tensors = gguf_tensors(_checkpoint(shape, config))
+        add_tokenizer(writer, embedded, tokens)
     if file_type is not None:
         tensors = list(_by_recipe(tensors, shape.layers, RECIPES[file_type]))
     begin_file(writer, tensors)
     patterns = {kind: _pattern(gguf, kind) for kind in {tensor.kind for tensor in tensors}}
     for tensor in tensors:
-        writer.write_tensor_data(np.resize(patterns[tensor.kind], tensor.nbytes))
+        numbers = np.resize(patterns[tensor.kind], tensor.nbytes)
+        if tensor.name.endswith(".ssm_a"):  # -exp of what decays
+            numbers = (-numbers.view(np.float32)).view(np.uint8)
+        writer.write_tensor_data(numbers)
     writer.close()
     return sum(tensor.nbytes for tensor in tensors)
 

@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import hmt
 from hmt.base.errors import MachineError
 from hmt.profiling.random_model import Shape
 from hmt_bench.gpu import SHAPES, llama_cpp
 from hmt_bench.llama_bench import LlamaBench, rates_of
 from hmt_bench.random_gguf import write_random_gguf
+from hmt_bench.random_hybrid import DeltaShape
 
 gguf = pytest.importorskip("gguf")
 
@@ -34,6 +36,21 @@ def test_the_file_is_what_the_shape_says(shape: Shape, tmp_path: Path) -> None:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         assert np.isfinite(values).all() and 0.001 < values.std() < 0.1
     assert len([n for n in by_name if n.endswith("attn_q.weight")]) == shape.layers
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_a_hybrid_of_random_numbers_runs(experts: int, tmp_path: Path) -> None:
+    shape = DeltaShape(
+        4, 256, 256, 4, 2, 2, 4, 64, 64, vocab_size=320, experts=experts,
+        experts_per_token=min(2, experts),
+    )  # fmt: skip
+    path = tmp_path / "model.gguf"
+    nbytes = write_random_gguf(path, shape, "Q4_K_M")
+    reader = gguf.GGUFReader(path)
+    assert sum(int(tensor.n_bytes) for tensor in reader.tensors) == nbytes
+    with hmt.Engine(host_memory="512MiB", context=64) as engine:
+        logits = engine.load_model(path).logits(list(range(2, 50)))
+    assert logits.isfinite().all() and logits.std() > 0
 
 
 def program(folder: Path, says: str, status: int = 0) -> Path:

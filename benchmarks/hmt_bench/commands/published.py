@@ -1,6 +1,7 @@
 """The command `published`: files as people download them, beside llama.cpp and its kin."""
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,12 +14,17 @@ from hmt.cli.bench import result_table, show_table
 from hmt.cli.console import notes
 from hmt.cli.formatting import file_to_write, write_json
 from hmt.profiling.random_model import Shape
+from hmt_bench.random_hybrid import DeltaShape
 
-SHAPES = {
+SHAPES: Mapping[str, Shape | DeltaShape] = {
     "135m": Shape(30, 576, 1536, 9, 3, vocab_size=49152, tied=False),
     "1b": Shape(22, 2048, 5632, 32, 4, vocab_size=32000),
     "8b": Shape(32, 4096, 14336, 32, 8, vocab_size=128256),
     "30b-a3b": Shape(48, 2048, 768, 32, 4, 128, 151936, experts=128, experts_per_token=8),
+    # Qwen3.6-35B-A3B, whole and cut to what two cores have memory for, and Qwen3.8-27B.
+    "35b-a3b": DeltaShape(40, 2048, 512, 16, 2, 16, 32, experts=256, experts_per_token=8),
+    "35b-a3b-cut": DeltaShape(8, 2048, 512, 16, 2, 16, 32, experts=256, experts_per_token=8),
+    "27b": DeltaShape(64, 5120, 17408, 24, 4, 16, 48),
 }
 
 
