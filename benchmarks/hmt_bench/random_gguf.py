@@ -1,11 +1,10 @@
 """GGUF files of any size with random weights, in the types that llama.cpp's file types choose.
 
-Which tensor gets which type follows `llama_tensor_get_type` of llama.cpp's quantiser, for models
-with grouped-query attention, without an importance matrix.  Matrices repeat one pattern of random
-blocks: speed does not depend on the numbers, and a file is written as fast as the disk takes it.
+Matrices repeat one pattern of random blocks: speed does not depend on the numbers, and a file is
+written as fast as the disk takes it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.resources import as_file, files
 from math import prod
@@ -16,6 +15,7 @@ import numpy as np
 
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.encoding import BLOCK_SHAPES
+from hmt.formats.gguf import FILE_TYPES, FileType
 from hmt.profiling.random_model import Shape
 from hmt_bench.gguf_model import (
     GgufTensor,
@@ -38,62 +38,10 @@ _SCALES: Mapping[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def _more_bits(layer: int, layers: int) -> bool:
-    """Layers to which llama.cpp gives more bits: the first and last eighth, and every third."""
-    eighth = layers // 8
-    return layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2
-
-
-Recipe = Callable[[str, int, int], str]
-
-
-def _recipe(base: str, more: Mapping[str, str], half: Mapping[str, str], **fixed: str) -> Recipe:
-    """Types by tensor: `fixed` ones always, `more` in all layers, `half` where there are more bits.
-
-    Of tensors' names the part behind "blk.N."; experts' stacks and the shared expert's matrices
-    count as the network's.
-    """
-
-    def kind(name: str, layer: int, layers: int) -> str:
-        what = name.removesuffix("_exps").removesuffix("_shexp")
-        if what in fixed:
-            return fixed[what]
-        if what in half and _more_bits(layer, layers):
-            return half[what]
-        return more.get(what, base)
-
-    return kind
-
-
-_HALF_Q6 = {"attn_v": "Q6_K", "ffn_down": "Q6_K"}
-RECIPES: Mapping[str, Recipe] = {
-    "Q2_K": _recipe(
-        "Q2_K", {"attn_v": "Q4_K", "ffn_down": "Q3_K", "attn_output": "Q3_K"}, {}, output="Q6_K"
-    ),
-    "Q3_K_M": _recipe(
-        "Q3_K", {"attn_v": "Q4_K", "attn_qkv": "Q4_K", "attn_output": "Q4_K"}, {"ffn_down": "Q4_K"},
-        output="Q6_K",
-    ),
-    "Q4_0": _recipe("Q4_0", {}, {}, output="Q6_K"),
-    "Q4_K_M": _recipe("Q4_K", {"attn_qkv": "Q5_K"}, _HALF_Q6, output="Q6_K"),
-    "Q5_K_M": _recipe("Q5_K", {"attn_qkv": "Q6_K"}, _HALF_Q6, output="Q6_K"),
-    "Q6_K": _recipe("Q6_K", {}, {}),
-    "Q8_0": _recipe("Q8_0", {}, {}),
-    "IQ4_XS": _recipe("IQ4_XS", {"attn_v": "Q5_K"}, {}, output="Q6_K"),
-    "IQ3_XXS": _recipe(
-        "IQ3_XXS", {"attn_v": "Q4_K", "attn_output": "IQ3_S"}, {}, output="Q5_K",
-        token_embd="IQ3_S",
-    ),
-    "IQ2_XXS": _recipe(
-        "IQ2_XXS", {"attn_v": "Q4_K", "ffn_down": "Q2_K"}, {}, output="Q5_K", token_embd="Q2_K"
-    ),
-}  # fmt: skip
-
-
 def write_random_gguf(path: Path, shape: Shape | DeltaShape, file_type: str | None = None) -> int:
     """Write a random model of `shape`; the bytes of its tensors.
 
-    file_type   one of RECIPES; None: as `gguf_model` writes a checkpoint, in Q4_0 with the
+    file_type   one of FILE_TYPES; None: as `gguf_model` writes a checkpoint, in Q4_0 with the
                 embedding and the output layer in Q8_0
     """
     gguf = load_gguf()
@@ -109,7 +57,7 @@ def write_random_gguf(path: Path, shape: Shape | DeltaShape, file_type: str | No
     with as_file(files("hmt") / "embedded" / "mini-dense") as embedded:
         add_tokenizer(writer, embedded, tokens)
     if file_type is not None:
-        tensors = list(_by_recipe(tensors, shape.layers, RECIPES[file_type]))
+        tensors = list(_by_file_type(tensors, shape.layers, FILE_TYPES[file_type]))
     begin_file(writer, tensors)
     patterns = {kind: _pattern(gguf, kind) for kind in {tensor.kind for tensor in tensors}}
     for tensor in tensors:
@@ -131,14 +79,17 @@ def _checkpoint(shape: Shape, config: dict[str, Any]) -> Checkpoint:
     return Checkpoint(nowhere, config, records)
 
 
-def _by_recipe(tensors: Iterable[GgufTensor], layers: int, recipe: Recipe) -> Iterator[GgufTensor]:
-    """Tensors in a recipe's types; one whose rows its type's blocks do not divide is Q8_0."""
+def _by_file_type(
+    tensors: Iterable[GgufTensor], layers: int, file_type: FileType
+) -> Iterator[GgufTensor]:
     for tensor in tensors:
         parts = tensor.name.split(".")
         layer = int(parts[1]) if parts[0] == "blk" else 0
         name = parts[2] if parts[0] == "blk" else parts[0]
-        kind = tensor.kind if tensor.kind == "F32" else recipe(name, layer, layers)
-        yield replace(tensor, kind="Q8_0" if tensor.shape[-1] % block_of(kind)[0] else kind)
+        if tensor.kind != "F32":
+            kind = file_type.type_of(name, layer, layers, tensor.shape[-1])
+            tensor = replace(tensor, kind=kind)
+        yield tensor
 
 
 def _scales_at(kind: str) -> tuple[int, ...]:

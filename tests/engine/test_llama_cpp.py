@@ -5,6 +5,7 @@ order of rows, a wrong frequency or a wrong norm makes them differ by 1 or more.
 activations to 8 bits for weights of few bits, so that those differ by more.
 """
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from test_gguf_architectures import PROMPT as ARCHITECTURE_PROMPT
 from test_gguf_architectures import logits_of as architecture_logits
 from test_gguf_models import CASES, PROMPT, answer, random_model
 from transformers import AutoConfig
+
+from hmt.formats.gguf import FILE_TYPES
+from hmt.profiling.random_model import Shape
+from hmt_bench.random_gguf import write_random_gguf
 
 llama_cpp = pytest.importorskip("llama_cpp")
 
@@ -61,6 +66,30 @@ def theirs(path: Path, prompt: list[int] = PROMPT) -> torch.Tensor:
         return torch.from_numpy(model.scores[: len(prompt)].copy())
     finally:
         model.close()
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K_M", "Q4_0", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("experts", [0, 16])
+def test_file_types_are_those_of_its_quantiser(name: str, experts: int, tmp_path: Path) -> None:
+    shape = Shape(17, 256, 256, 8, 2, 32, 4096, experts=experts, experts_per_token=min(2, experts))
+    plain, made = tmp_path / "plain.gguf", tmp_path / "made.gguf"
+    write_random_gguf(plain, shape, "Q8_0")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
+    params.allow_requantize = True
+    failed = llama_cpp.llama_model_quantize(
+        str(plain).encode(), str(made).encode(), ctypes.byref(params)
+    )
+    assert not failed
+    for tensor in gguf.GGUFReader(made).tensors:
+        if tensor.tensor_type.name != "F32":
+            block, _, rest = tensor.name.removeprefix("blk.").partition(".")
+            part = rest if tensor.name.startswith("blk.") else tensor.name
+            layer = int(block) if tensor.name.startswith("blk.") else 0
+            wanted = FILE_TYPES[name].type_of(
+                part.removesuffix(".weight"), layer, shape.layers, int(tensor.shape[0])
+            )
+            assert tensor.tensor_type.name == wanted, tensor.name
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hmt.base.errors import CheckpointError, MissingFileError
+from hmt.base.errors import CheckpointError, ConfigError, MissingFileError
 from hmt.base.units import MIB, parse_bytes
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.machine import Machine
@@ -18,6 +18,8 @@ from hmt.hardware.machine_file import read_machine
 from hmt.planner import PlanOptions, solve
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.workload import workload_of
+from hmt.profiling.random_model import Shape
+from hmt_bench.random_gguf import write_random_gguf
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -46,6 +48,27 @@ def test_a_configuration_needs_what_its_weights_need(quantization: str | None) -
     # Checkpoints keep the routers' biases in f32, which no configuration says.
     assert alone.parameter_bytes == pytest.approx(with_weights.parameter_bytes, rel=1e-4)
     assert alone.kv_token_bytes == with_weights.kv_token_bytes
+
+
+@pytest.mark.parametrize("file_type", ["Q4_K_M", "Q4_0", "IQ2_XXS", "Q8_0"])
+@pytest.mark.parametrize("experts", [0, 8])
+def test_a_shape_as_a_gguf_file_needs_what_that_file_needs(
+    file_type: str, experts: int, tmp_path: Path
+) -> None:
+    shape = Shape(
+        8, 512, 256, 8, 2, 64, vocab_size=4096, experts=experts, experts_per_token=min(2, experts)
+    )
+    write_random_gguf(tmp_path / "model.gguf", shape, file_type)
+    (tmp_path / "config.json").write_text(json.dumps(shape.config(4096)))
+    config = options(None, max_batch=2, context=1024)
+    in_file = scenarios_for(str(tmp_path / "model.gguf"), config)._demand_for(None, 2)
+    alone = shape_demand(read_shape(f"{tmp_path}/config.json:{file_type.lower()}"), config)
+    assert [b.id for b in alone.blocks] == [b.id for b in in_file.blocks]
+    for mine, other in zip(alone.blocks, in_file.blocks, strict=True):
+        assert (mine.numbers, mine.encoding) == (other.numbers, other.encoding), mine.id
+        assert abs(mine.slot_bytes - other.slot_bytes) <= max(8192 * 8, mine.slot_bytes // 4)
+    with pytest.raises(ConfigError, match=r"Q9_K.*IQ2_XXS"):
+        read_shape("deepseek-v3:Q9_K")
 
 
 def test_a_configuration_that_describes_nothing_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hmt.base.units import format_bytes, parse_bytes
 from hmt.cli.bench import result_table, show_table
 from hmt.cli.console import notes
 from hmt.cli.formatting import file_to_write, write_json
+from hmt.formats.gguf import FILE_TYPES
 from hmt.profiling.random_model import Shape
 from hmt_bench.random_hybrid import DeltaShape
 
@@ -53,7 +54,7 @@ def published(
 ) -> None:
     """HMT beside llama.cpp (and ik_llama.cpp) on published GGUF files, interleaved."""
     from hmt_bench.published import Setting, run
-    from hmt_bench.random_gguf import RECIPES, write_random_gguf
+    from hmt_bench.random_gguf import write_random_gguf
 
     programs: dict[str, Path] = {}
     for text in llama_bench or ():
@@ -69,8 +70,8 @@ def published(
             file = Path(model)
             shape, colon, kind = model.partition(":")
             if colon and shape in SHAPES:
-                if kind not in RECIPES:
-                    raise ConfigError(f"{model}: choose {', '.join(RECIPES)}")
+                if kind not in FILE_TYPES:
+                    raise ConfigError(f"{model}: choose {', '.join(FILE_TYPES)}")
                 file = (folder or Path(scratch)) / f"random-{shape}-{kind}.gguf"
                 if not file.exists():
                     status.update(f"writing {file.name}")

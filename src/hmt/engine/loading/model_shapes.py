@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 
-from hmt.base.errors import CheckpointError
+from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.checkpoint import FileRange
-from hmt.contracts.encoding import Encoding
+from hmt.contracts.encoding import Activations, Encoding
 from hmt.contracts.model import Model
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.demand import demand_of
 from hmt.engine.loading.source import target
+from hmt.formats.gguf import FILE_TYPES, FileType
 from hmt.models import open_model
 from hmt.planner import Demand
 from hmt.planner.builtin import builtin_names, builtin_text
 from hmt.quant import Format, Scheme
+from hmt.quant.repacking import gguf_format
 from hmt.weights import BlockLayout, lay_out
 from hmt.weights.binding import BoundBlock, BoundParam, BoundPart
 from hmt.weights.layout import AlignedRead
@@ -30,6 +32,12 @@ _DTYPES = {
     "float32": Encoding.F32,
 }
 _NOWHERE = Path("config.json")
+_FILE_TYPE = "gguf_file_type"  # the field of a configuration in which its GGUF file's is kept
+# What GGUF calls the matrices that file types treat apart from others.
+_GGUF_NAMES = {
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "qkv": "attn_qkv",
+    "kv_b_proj": "attn_v", "o_proj": "attn_output", "down_proj": "ffn_down",
+}  # fmt: skip
 
 
 def shape_names() -> list[str]:
@@ -38,7 +46,24 @@ def shape_names() -> list[str]:
 
 
 def read_shape(model: str) -> dict[str, Any]:
-    """The configuration of a model by name, or by a file or folder.  Raises MissingFileError."""
+    """The configuration of a model by name, or by a file or folder.
+
+    With ":Q4_K_M" or another of FILE_TYPES behind it, the model is a GGUF file of that type.
+    Raises MissingFileError and CheckpointError, and ConfigError for a type that there is not.
+    """
+    model, colon, file_type = model.rpartition(":")
+    if colon and not Path(f"{model}:{file_type}").expanduser().exists():
+        return _read_shape(model) | {_FILE_TYPE: _file_type_called(file_type)}
+    return _read_shape(f"{model}{colon}{file_type}")
+
+
+def _file_type_called(name: str) -> str:
+    if name.upper() not in FILE_TYPES:
+        raise ConfigError(f"GGUF files of type {name!r:.40}: choose {', '.join(FILE_TYPES)}")
+    return name.upper()
+
+
+def _read_shape(model: str) -> dict[str, Any]:
     path = Path(model).expanduser()
     path = path / "config.json" if path.is_dir() else path
     source = str(path) if path.is_file() else model
@@ -59,32 +84,44 @@ def shape_demand(config: Mapping[str, Any], options: EngineConfig, folder: Path 
     Raises UnknownArchitectureError and CheckpointError; see hmt.models.
     """
     published = _published(config)
+    exact = options.activations == "exact"
     dtype = torch.float32 if published is Encoding.F32 else torch.bfloat16
     if options.dtype != "auto":
         dtype = getattr(torch, options.dtype)
     model = open_model(config, folder, dtype)
-    layouts = _layouts(model, config, options.quantization or Scheme())
+    layouts = _layouts(model, config, options.quantization or Scheme(), exact=exact)
     try:
         return demand_of(model, layouts, options, options.kv_quant)
     except ValueError as error:  # heads whose numbers do not fill words
         raise CheckpointError(f"{folder}/config.json describes no model here: {error}") from None
 
 
-def _layouts(model: Model, config: Mapping[str, Any], scheme: Scheme) -> dict[BlockId, BlockLayout]:
+def _layouts(
+    model: Model, config: Mapping[str, Any], scheme: Scheme, *, exact: bool
+) -> dict[BlockId, BlockLayout]:
     """The layout of every block; blocks of equal shapes share that of the first of them."""
     alike: dict[object, BlockSpec] = {}
     first: dict[BlockId, BlockId] = {}
+    formats = {
+        block.id: tuple(
+            _format(param, block.id, config, model.spec.layers, exact=exact)
+            for param in block.params
+        )
+        for block in model.spec.blocks
+    }
     for block in model.spec.blocks:
         form: object = (
             block.id
             if block.id.layer == TRUNK
-            else (block.id.kind, tuple((p.name, p.shape, p.role) for p in block.params))
+            else (
+                block.id.kind,
+                tuple((p.name, p.shape, p.role) for p in block.params),
+                formats[block.id],
+            )
         )
         first[block.id] = alike.setdefault(form, block).id
     bound = {
-        block.id: BoundBlock(
-            block.id, tuple(_bound(param, block.id, config) for param in block.params)
-        )
+        block.id: BoundBlock(block.id, tuple(map(_bound, block.params, formats[block.id])))
         for block in alike.values()
     }
     layouts = {
@@ -94,12 +131,31 @@ def _layouts(model: Model, config: Mapping[str, Any], scheme: Scheme) -> dict[Bl
     return {block: layouts[representative] for block, representative in first.items()}
 
 
-def _bound(param: ParamSpec, block: BlockId, config: Mapping[str, Any]) -> BoundParam:
-    """A parameter as it would be published; of its bytes, which are nowhere, only the sizes."""
-    form = Format(_published(config))
+def _format(
+    param: ParamSpec, block: BlockId, config: Mapping[str, Any], layers: int, *, exact: bool
+) -> Format:
+    """The form in which a parameter would be published."""
+    file_type = config.get(_FILE_TYPE)
+    if file_type is not None and param.role is not Role.VECTOR:
+        form = gguf_format(_ggml_type(FILE_TYPES[file_type], param, block, layers))
+        return form.with_activations(Activations.FLOAT if exact else Activations.INT8_TOKEN)
     tile = _fp8_tile(config)
     if tile is not None and param.role is Role.LINEAR and block.kind is not BlockKind.HEAD:
-        form = Format(Encoding.FP8_BLOCK, tile=tile)
+        return Format(Encoding.FP8_BLOCK, tile=tile)
+    return Format(_published(config))
+
+
+def _ggml_type(file_type: FileType, param: ParamSpec, block: BlockId, layers: int) -> str:
+    name = _GGUF_NAMES.get(param.name.removeprefix("shared_"), "")
+    if block.kind is BlockKind.EMBEDDING:
+        name = "token_embd"
+    elif block.kind is BlockKind.HEAD:
+        name = "output"
+    return file_type.type_of(name, block.layer, layers, param.shape[-1])
+
+
+def _bound(param: ParamSpec, form: Format) -> BoundParam:
+    """A parameter as it would be published; of its bytes, which are nowhere, only the sizes."""
     parts = tuple(
         BoundPart(part.name, FileRange(_NOWHERE, 0, part.nbytes), part.nbytes // param.shape[0])
         for part in form.components(param.shape)

@@ -202,6 +202,11 @@ class GgufTiled(WeightImporter):
         self._ordered.unpack({"data": own, "blocks": own}, target, first)
 
 
+def gguf_format(kind: str) -> Format:
+    """How one of ggml's types lies in memory; Encoding names the floats."""
+    return _FORMATS.get(kind) or Format(Encoding[kind])
+
+
 def _numbers(kind: str) -> int:
     """Numbers of a block."""
     return 32 if kind in _PANELS else BLOCK_SHAPES[Encoding[kind]].numbers
