@@ -10,7 +10,7 @@ import pytest
 from every_type import outcome_of, types
 
 FOLLOWED = (
-    "afmoe", "cohere2", "electra, is_decoder", "ernie4_5_moe", "exaone4", "gemma4_text, experts",
+    "afmoe", "apertus", "cohere2", "electra, is_decoder", "ernie4_5_moe", "exaone4", "gemma4_text, experts",
     "gemma4_text, large", "glm4_moe", "minimax_m2", "smollm3", "youtu",
 )  # fmt: skip
 REFUSED = {
