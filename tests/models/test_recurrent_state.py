@@ -265,6 +265,34 @@ def test_a_conversation_goes_on_after_a_restart(
         tokens = [*tokens, *wanted, *ids(25, 10 + turn)]
 
 
+@pytest.mark.parametrize("way", [{}, {"kv_gpu_memory": "1MiB"}], ids=["near", "levels"])
+def test_a_state_is_read_from_the_disk_once(
+    way: dict[str, Any], made: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    """The next prompt with the same beginning has it in memory, pages and state."""
+    folder, _ = made
+    options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
+    kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | way
+    head = ids(70, 1)
+    requests = [drawn([*head, *ids(9, n)], n, 20) for n in range(4)]
+    with hmt.Engine(**options) as plain:
+        model = plain.load_model(folder)
+        wanted = [model.infer(request).token_ids for request in requests]
+    with hmt.Engine(**kept) as engine:
+        engine.load_model(folder).infer(drawn(head, 0, 1))
+    read = []
+    with hmt.Engine(**kept) as engine:
+        model = engine.load_model(folder)
+        prefixes = model._core.memory.prefixes
+        for request, answer in zip(requests, wanted, strict=True):
+            assert model.infer(request).token_ids == answer
+            counters = prefixes.store.counters, prefixes.saved_states._store.counters
+            read.append([counted.read_pages for counted in counters])
+        assert min(read[0]) > 0 and read[1:] == read[:1] * 3
+        assert model.summary().prompt.tokens <= 4 * (9 + 16)
+        check_checkpoints(model)
+
+
 def damage(folder: Path, which: int) -> None:
     """Change a byte at the end of every file of pages, or of every file of states."""
     names = [file.name for file in folder.glob("*") if len(file.name) > 40]

@@ -117,18 +117,25 @@ class StateStore:
     def restore(self, sequence: int, slot: int, position: int) -> None:
         """Let a new sequence hold the state of a checkpoint, which is that of `position`."""
         self._memory[self.slot_of(sequence)] = self._memory[slot]
-        self.stands_at(sequence, position)
+        self._positions[sequence] = position
+        if self.checkpoints is not None:
+            self.checkpoints.began_at(sequence, position)
 
     def slot_of(self, sequence: int) -> int:
         """Where a sequence's state is."""
         (slot,) = self.slots.of(sequence)
         return int(slot)
 
-    def stands_at(self, sequence: int, position: int) -> None:
-        """The slot of a new sequence was filled with the state of `position`."""
+    def was_read(self, sequence: int, position: int) -> None:
+        """The slot of a new sequence was filled from the disk with the state of `position`.
+
+        That becomes a checkpoint.
+        """
         self._positions[sequence] = position
         if self.checkpoints is not None:
-            self.checkpoints.began_at(sequence, position)
+            slot = self.checkpoints.take_read(sequence, position)
+            if slot is not None:
+                self._memory[slot] = self._memory[self.slot_of(sequence)]
 
     def release(self) -> None:
         """Give the memory back."""

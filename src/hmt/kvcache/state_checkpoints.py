@@ -99,13 +99,14 @@ class StateCheckpoints:
             if last.position % self._interval:
                 self._give(held.pop(last.position))
         at_end = not of_prompt or run.start == border
-        copy = _Copy(-1, run.start, of_prompt, at_end, self._ended)
-        if not self._free.free and not self._make_room(run.sequence, copy):
-            return None
-        (slot,) = self._free.take(1)
-        copy.slot = self._first + slot
-        held[run.start] = copy
-        return copy.slot
+        return self._add(run.sequence, _Copy(-1, run.start, of_prompt, at_end, self._ended))
+
+    def take_read(self, sequence: int, position: int) -> int | None:
+        """A slot for a state that a new sequence was given from the disk; None: there is none.
+
+        The next one with this beginning then need not read it again.
+        """
+        return self._add(sequence, _Copy(-1, position, True, True, self._ended))
 
     def longest(self, pages: Ints) -> int:
         """How many of the first `pages` of a sequence end with a state that is kept."""
@@ -158,6 +159,16 @@ class StateCheckpoints:
                 self._give(copy)
         for sequence in self._began.keys() - sequences:
             del self._began[sequence]
+
+    def _add(self, sequence: int, copy: _Copy) -> int | None:
+        """Give a copy of a running sequence a slot, if it is worth more than another that has."""
+        held = self._running.setdefault(sequence, {})
+        if not self._free.free and not self._make_room(sequence, copy):
+            return None
+        (slot,) = self._free.take(1)
+        copy.slot = self._first + slot
+        held[copy.position] = copy
+        return copy.slot
 
     def _give(self, copy: _Copy) -> None:
         self._free.give([copy.slot - self._first])

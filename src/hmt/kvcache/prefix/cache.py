@@ -216,7 +216,7 @@ class PrefixCache:
         states, (held, slot) = self.kv.states, before
         assert states is not None
         if self.saved_states.load(keys[pages - 1], states.slot_of(sequence)):
-            states.stands_at(sequence, pages * PAGE_TOKENS)
+            states.was_read(sequence, pages * PAGE_TOKENS)
             return pages - held
         if slot is not None:
             states.restore(sequence, slot, held * PAGE_TOKENS)
