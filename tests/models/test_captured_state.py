@@ -175,7 +175,7 @@ def test_a_conversation_goes_on_from_states_on_the_device(
 
 
 def test_the_device_counts_the_states_of_its_layers(folder_of: Callable[[str], Path]) -> None:
-    reserved = []
+    reserved, counted = [], []
     for batch, shared in ((1, False), (5, False), (1, True)):
         options = OPTIONS | GPU | {"context": POSITIONS}
         options |= {"max_batch": batch, "prefix_cache": shared}
@@ -184,15 +184,17 @@ def test_the_device_counts_the_states_of_its_layers(folder_of: Callable[[str], P
             spec, share = model.prepared.model.spec, model.plan.device
             used = sum(model._core.memory.device_account(model.plan).used_bytes.values())
             assert used <= sum(share.reserved.values()) <= model.plan.budgets[Tier.DEVICE]
-            states = batch * (5 if shared else 1) * spec.state_bytes
+            states = batch * 5 if shared else batch + (batch + 1) // 2
+            states *= spec.state_bytes
+            counted.append(states)
             pages = model.plan.kv_tokens * model.prepared.demand.kv_token_bytes
             assert states + pages <= share.reserved["kv"]
             store = model._core.memory.kv.states
             assert store._memory.nbytes == states
             reserved.append(share.reserved["kv"])
     slack = 256 * spec.layers  # each layer's is rounded up
-    for more in reserved[1:]:
-        assert abs(more - reserved[0] - 4 * spec.state_bytes) <= slack
+    for more, states in zip(reserved, counted, strict=True):
+        assert abs(more - reserved[0] - (states - counted[0])) <= slack
 
 
 def test_each_layers_state_is_where_it_computes(folder_of: Callable[[str], Path]) -> None:

@@ -32,20 +32,21 @@ class StateStore:
         layers: Mapping[int, LayerState],
         slots: SequenceSlots,
         pool: Pool[Any],
-        checkpoints: int = 0,
+        *,
+        checkpoints: bool = False,
         chunk: int = 0,
     ) -> None:
-        """Room for as many sequences as there are `slots`, and for `checkpoints`.
+        """Room for all of `slots`, spare ones included.
 
-        chunk   tokens of a prompt in a step at most
+        checkpoints   whether spare ones hold copies for sequences that begin alike
+        chunk         tokens of a prompt in a step at most
         Raises BudgetError if it is not there.
         """
         self.slots = slots
         self.checkpoints = None
         if checkpoints:
-            interval = checkpoint_interval(chunk)
-            self.checkpoints = StateCheckpoints(slots.count, checkpoints, interval)
-        count = slots.count + checkpoints
+            self.checkpoints = StateCheckpoints(slots, checkpoint_interval(chunk))
+        count = slots.count + slots.spare
         self._pool = pool
         size = sum(tensor.nbytes for state in layers.values() for tensor in state)
         nbytes = count * size
