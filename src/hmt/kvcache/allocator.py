@@ -239,6 +239,16 @@ class KVAllocator:
         finally:
             self.page_table.drop(partial)
 
+    def rollback(self, sequence: int, tokens: int) -> None:
+        """Let a sequence hold its first `tokens` positions: the others were guesses of one step.
+
+        It keeps all that it has reserved.
+        """
+        held = self._sequences[sequence]
+        held.tokens = min(held.tokens, tokens)
+        for storage in self._storages:
+            storage.rollback(sequence, tokens)
+
     # Sequences that wait
 
     def can_park(self) -> bool:

@@ -20,6 +20,10 @@ class KVStorage(Protocol):
         """Let a new sequence hold in its SequenceSlots what another one holds there."""
         ...
 
+    def rollback(self, sequence: int, tokens: int) -> None:
+        """Let a sequence hold no more than `tokens` positions; the others were guesses."""
+        ...
+
     def pages_made(self, ids: Ints) -> None:
         """Pages `ids` (int64) are new; whatever was known of these ids is of other pages."""
         ...

@@ -93,7 +93,9 @@ def demand_of(
         kv_token_bytes=page_bytes(layers.values(), number) // PAGE_TOKENS,
         kv_layer_bytes=max((layer.row_width for layer in layers.values()), default=0)
         * model.dtype.itemsize,
-        sequence_bytes=model.spec.state_bytes,
+        sequence_bytes=model.spec.state_bytes
+        + model.spec.journal_bytes(range(model.spec.layers), config.draft_tokens),
+        draft_tokens=config.draft_tokens,
         spare_states=spare_states(model, config),
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,

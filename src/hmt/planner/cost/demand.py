@@ -48,7 +48,8 @@ class Demand:
     kv_layer_bytes      KV of one position in the layer that keeps most
     kv_work_bytes       copies that are made of KV pages where these lie in several tiers
     score_bytes         the most that attention scores take at once
-    sequence_bytes      recurrent state of one sequence, over all layers
+    sequence_bytes      recurrent state of one sequence, over all layers, with its journal
+    draft_tokens        that the journal has room for
     spare_states        so many more of these than requests run at once
     batch               requests that run at once
     prefetch_experts    whether experts are read from the disk before routers choose them
@@ -69,6 +70,7 @@ class Demand:
     kv_work_bytes: int = 0
     score_bytes: int = 0
     sequence_bytes: int = 0
+    draft_tokens: int = 0
     spare_states: int = 0
     batch: int = 1
     prefetch_experts: bool = False

@@ -226,6 +226,8 @@ class GraphRunner:
             return False
         if step.has_prompt_outputs:
             return False
+        if self._states is not None and self._states.lags(step.segments):
+            return False
         return self._channel is None or tokens <= self._channel.tokens
 
     @property
