@@ -9,7 +9,7 @@ import torch
 
 from hmt.contracts.model import PAGE_TOKENS, LayerState
 from hmt.contracts.step import Segment, Step
-from hmt.contracts.store import RecurrentState
+from hmt.contracts.store import RecurrentState, StateRun
 from hmt.kernels import graph_ops, ops
 from hmt.kvcache.page_store import Pool
 from hmt.kvcache.page_table import Ints
@@ -80,6 +80,7 @@ class StateStore:
         self._segments: tuple[Segment, ...] | None = None  # of the step that has begun
         self._runs = ops.StateRuns()
         self._replay: StepReplay | None = None
+        self._ahead: dict[int, int] = {}  # by sequence: the slot that a step on a guess changes
         self._captured: Step | None = None  # that stands for it in a capture
         self._captured_runs = ops.StateRuns()
 
@@ -113,9 +114,44 @@ class StateStore:
         given = self._runs
         if not advances:
             given = ops.StateRuns(replace(run, advances=False) for run in given)
-        if runs is not None:
-            graph_ops.fill_state_runs(runs, given)
-        self._captured, self._captured_runs = captured, given if runs is None else runs
+        self._captured, self._captured_runs = captured, self._filled(runs, given)
+
+    def can_run_ahead(self, runs: Sequence[Segment]) -> bool:
+        """Whether sequences have slots for what `run_ahead` changes; they are given them."""
+        return all(self.slots.other(run.sequence) is not None for run in runs)
+
+    def run_ahead(self, captured: Step, runs: ops.StateRuns | None) -> None:
+        """Let `captured` stand for the step that may follow the one that has begun.
+
+        Its state is changed in copies.  `confirm` makes them the sequences' own; otherwise they
+        count for nothing.  `can_run_ahead`; see `hold`.
+        """
+        given, self._ahead = [], {}
+        for run in self._segments or ():
+            own, other = self.slot_of(run.sequence), self.slots.other(run.sequence)
+            assert other is not None
+            self._memory[other] = self._memory[own]
+            self._ahead[run.sequence] = other
+            given.append(StateRun(other, run.offset, run.length, False))
+        self._captured, self._captured_runs = captured, self._filled(runs, given)
+
+    def confirm(self, step: Step) -> bool:
+        """Whether `run_ahead` was of `step`, and its copies are there: it has begun with that."""
+        ahead, self._ahead = self._ahead, {}
+        if any(
+            not self.slots.has_other(run.sequence)
+            or ahead.get(run.sequence) != self.slots.other(run.sequence)
+            for run in step.segments
+        ):
+            return False
+        self.begin(step)  # what it begins with is copied, where that is a checkpoint
+        for run in step.segments:
+            self.slots.exchange(run.sequence)
+        self._runs = ops.StateRuns(
+            replace(run, slot=ahead[segment.sequence])
+            for run, segment in zip(self._runs, step.segments, strict=True)
+        )
+        return True
 
     def copy(self, sequence: int, other: int) -> None:
         """Let the slot of `other`, which is new, hold what that of `sequence` holds."""
@@ -191,6 +227,14 @@ class StateStore:
         self._layers.clear()
         if self._buffer is not None:
             self._pool.free(self._buffer)
+
+    @staticmethod
+    def _filled(runs: ops.StateRuns | None, given: Sequence[StateRun]) -> ops.StateRuns:
+        """`given`, as a capture reads them."""
+        if runs is None:
+            return ops.StateRuns(given)
+        graph_ops.fill_state_runs(runs, given)
+        return runs
 
     def _begin(self, step: Step) -> ops.StateRuns:
         """The runs of a step, by whose tokens every layer will advance its state."""
