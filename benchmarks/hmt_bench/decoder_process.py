@@ -102,8 +102,8 @@ def decode_accelerate(model: Path, tokens: int, sequences: int, options: dict[st
     ids, cache = torch.tensor(prompts(sequences)), None
     with torch.inference_mode():
         for step in range(tokens + 1):
-            out = loaded(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            ids, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+            out = loaded(ids, cache=cache, use_cache=True, logits_to_keep=1)
+            ids, cache = out.logits[:, -1:].argmax(-1), out.cache
             _say(f"token {step}")
 
 

@@ -42,7 +42,7 @@ class CachePeer:
         times = []
         for _ in range(_WARM_STEPS + steps):
             begin = time.perf_counter()
-            out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(ids, cache=cache, use_cache=True, logits_to_keep=1)
             ids = out.logits[:, -1:].argmax(-1)
             ids.cpu()
             times.append(time.perf_counter() - begin)

@@ -57,8 +57,8 @@ class OffloadedPeer:
         begin = time.perf_counter()
         for _ in range(tokens):
             ids = out.logits[:, -1:].argmax(-1)
-            cache = out.past_key_values
-            out = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = out.cache
+            out = self._model(ids, cache=cache, use_cache=True, logits_to_keep=1)
         torch.cuda.synchronize()
         return batch * tokens / (time.perf_counter() - begin) / self._scale
 

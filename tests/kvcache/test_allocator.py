@@ -29,6 +29,9 @@ class Recorder:
     def copy_slots(self, sequence: int, to: int) -> None:
         self.slots.append((sequence, to))
 
+    def rollback(self, sequence: int, tokens: int) -> None:
+        pass
+
     def pages_made(self, ids: np.ndarray) -> None:
         for page in ids.tolist():
             self.held[page] = None

@@ -183,7 +183,8 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
         try:
             model = engine.load_model(folder)
         except HMTError as error:
-            return Outcome(model_type, name, "refused", str(error).split("config.json: ")[-1])
+            said = str(error).split("config.json: ")[-1].replace(str(folder), "the checkpoint")
+            return Outcome(model_type, name, "refused", said)
         except Exception as error:
             return Outcome(model_type, name, "died", repr(error)[:300])
         try:

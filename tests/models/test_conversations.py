@@ -26,6 +26,7 @@ from hmt.contracts.step import Segment
 from hmt.engine import LoadedModel
 from hmt.engine.scheduling.scheduler import _to_border
 from hmt.engine.scheduling.sequence import SequenceState
+from hmt.kvcache import SequenceSlots
 from hmt.kvcache.state_checkpoints import StateCheckpoints, checkpoint_interval
 
 INTERVAL, CHUNK, NEW = 32, 12, 20
@@ -170,7 +171,7 @@ def edited_and_changed(
 @pytest.mark.parametrize("turn", [150, 3000, 9000])
 def test_checkpoints_of_a_conversation_become_sparser_evenly(slots: int, turn: int) -> None:
     """However many tokens there are: n copies are no further apart than 2 L / n, about."""
-    kept, interval = StateCheckpoints(0, slots, 256), 256
+    kept, interval = StateCheckpoints(SequenceSlots(0, 1, slots), 256), 256
     pages = np.arange(20 * (turn + 100))  # of each position its number: nothing is evicted
     length = 0
     for sequence in range(1, 21):

@@ -10,8 +10,8 @@ import pytest
 from every_type import outcome_of, types
 
 FOLLOWED = (
-    "afmoe", "cohere2", "electra, is_decoder", "ernie4_5_moe", "exaone4", "gemma4_text, experts",
-    "gemma4_text, large", "glm4_moe", "minimax_m2", "smollm3", "youtu",
+    "afmoe", "apertus", "cohere2", "electra, is_decoder", "ernie4_5_moe", "exaone4",
+    "gemma4_text, experts", "gemma4_text, large", "glm4_moe", "minimax_m2", "smollm3", "youtu",
 )  # fmt: skip
 REFUSED = {
     "deepseek_v32": r"attention to \d+ keys that an indexer selects: index_topk",

@@ -1,8 +1,10 @@
 """Models with recurrent state in the engine: chunks, batches, choices, preemption, memory."""
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from hybrid_models import drawn, ids, publish
 from transformers import PreTrainedModel
 
 import hmt
-from hmt.base.errors import BudgetError
+from hmt.base.errors import BudgetError, HMTError
 from hmt.contracts.plan import Tier
+from hmt.contracts.request import TokenEvent
 from hmt.engine import LoadedModel
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
@@ -126,6 +129,83 @@ def test_sequences_that_give_way_are_computed_again(made: tuple[Path, PreTrained
         assert is_free(model)
 
 
+class Second:
+    """Begins another request with the sixth token of one."""
+
+    def __init__(self, model: LoadedModel, request: hmt.Request) -> None:
+        self.model, self.request = model, request
+        self.tokens: tuple[list[int], list[int]] = ([], [])
+        self.ended = [threading.Event(), threading.Event()]
+
+    def listener(self, number: int) -> Any:
+        def put(event: TokenEvent | HMTError | None) -> None:
+            assert isinstance(event, TokenEvent), event
+            self.tokens[number].append(event.token_id)
+            if number == 0 and len(self.tokens[0]) == 6:
+                self.model.begin(self.request, [self.listener(1)])
+            if event.finish_reason is not None:
+                self.ended[number].set()
+
+        return SimpleNamespace(put=put)
+
+    def run(self, first: hmt.Request) -> list[tuple[int, ...]]:
+        self.model.begin(first, [self.listener(0)])
+        assert all(one.wait(60) for one in self.ended)
+        return [tuple(tokens) for tokens in self.tokens]
+
+
+def computed_tokens(model: LoadedModel) -> int:
+    summary = model.summary()
+    return int(summary.prompt.tokens + summary.generation.tokens)
+
+
+@pytest.mark.parametrize("way", ["near", "levels", "gpu", "prefixes"])
+def test_who_was_sent_back_goes_on_where_it_was(
+    way: str, made: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing computed again: its state and pages have stayed."""
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
+    folder, _ = made
+    requests = drawn(ids(41, 1), 1, 30), drawn(ids(52, 2), 2, 9, priority=1)
+    options = OPTIONS | {"context": POSITIONS, "max_batch": 1}
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(folder)
+        alone = [model.infer(request).token_ids for request in requests]
+        wanted = computed_tokens(model)
+    options |= {"prefix_cache": True} if way == "prefixes" else WAYS[way]
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(folder)
+        assert Second(model, requests[1]).run(requests[0]) == alone
+        assert is_free(model)
+        load = model._core.scheduler.load
+        assert load.parked == 1 and not load.dropped
+        assert computed_tokens(model) == wanted
+
+
+def test_who_gives_its_pages_up_has_them_on_the_disk(
+    made: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    """No more than a page and the last token are computed again each time."""
+    folder, _ = made
+    requests = [drawn(ids(60, seed), seed, 100, stop=NEVER, priority=seed % 2) for seed in range(6)]
+    options = OPTIONS | {"context": POSITIONS, "max_batch": 5, "host_memory": "160MiB"}
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(folder)
+        alone = [model.infer(request).token_ids for request in requests]
+        wanted = computed_tokens(model)
+    with hmt.Engine(**options, prefix_cache_dir=str(tmp_path)) as engine:
+        model = engine.load_model(folder)
+        for _ in range(8):
+            model._core.scheduler._forecast.note("", 1, whole=True)
+        assert [answer.token_ids for answer in model.infer_batch(requests)] == alone
+        load = model._core.scheduler.load
+        assert load.dropped
+        assert computed_tokens(model) <= wanted + load.dropped * 17
+        assert model._core.memory.prefixes.saved_states._store.counters.read_pages
+        assert is_free(model)
+        check_checkpoints(model)
+
+
 def test_beams_are_those_of_transformers(made: tuple[Path, PreTrainedModel]) -> None:
     folder, reference = made
     prompt = ids(33, 3)
@@ -143,7 +223,7 @@ def test_beams_are_those_of_transformers(made: tuple[Path, PreTrainedModel]) -> 
 
 def test_state_is_part_of_the_budget(made: tuple[Path, PreTrainedModel]) -> None:
     folder, _ = made
-    reserved = []
+    reserved, found = [], []
     for batch, shared in ((1, False), (5, False), (1, True)):
         options = OPTIONS | {"context": POSITIONS, "max_batch": batch, "prefix_cache": shared}
         with hmt.Engine(**options) as engine:
@@ -154,21 +234,25 @@ def test_state_is_part_of_the_budget(made: tuple[Path, PreTrainedModel]) -> None
             reserved.append(model.plan.reserved["kv"])
             used = model._core.memory.used_bytes()["kv"]
             pages = model.plan.kv_tokens * model.prepared.demand.kv_token_bytes
-            states = batch * (5 if shared else 1)
+            states = batch * 5 if shared else batch + (batch + 1) // 2
+            found.append(states)
             assert pages + states * spec.state_bytes <= used <= reserved[-1]
             prepared = model.prepared
             shown = explain(model.plan, prepared.demand, prepared.machine)
             assert f"{states} recurrent states of " in shown
             assert engine._ledger.reserved_bytes(Tier.HOST) <= 64 << 20
-    for more in reserved[1:]:
-        assert abs(more - reserved[0] - 4 * spec.state_bytes) < 3 * 4096
+    for more, states in zip(reserved, found, strict=True):
+        least = reserved[0] + (states - found[0]) * spec.state_bytes
+        assert abs(more - least) < 3 * 4096
 
 
 def check_checkpoints(model: LoadedModel) -> int:
-    """Every slot is free, of a sequence that runs, or of a page; how many are of pages."""
-    held = model._core.memory.kv.states.checkpoints
+    """Every spare slot is free, of a sequence that runs, or of a page; how many are of pages."""
+    states = model._core.memory.kv.states
+    held, slots = states.checkpoints, states.slots
     running = sum(map(len, held._running.values()))
-    assert held._free.free + held.kept + running == held._free.count
+    assert slots.spare_free + held.kept + running == slots.spare
+    assert model._loop.call(lambda: slots._free.free - slots.spare_free) == slots.count
     return held.kept
 
 
@@ -263,6 +347,34 @@ def test_a_conversation_goes_on_after_a_restart(
             assert turn < 3 or computed > 25 + 16, "what was damaged counts as never kept"
             assert engine._ledger.reserved_bytes(Tier.HOST) <= 160 << 20
         tokens = [*tokens, *wanted, *ids(25, 10 + turn)]
+
+
+@pytest.mark.parametrize("way", [{}, {"kv_gpu_memory": "1MiB"}], ids=["near", "levels"])
+def test_a_state_is_read_from_the_disk_once(
+    way: dict[str, Any], made: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    """The next prompt with the same beginning has it in memory, pages and state."""
+    folder, _ = made
+    options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
+    kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | way
+    head = ids(70, 1)
+    requests = [drawn([*head, *ids(9, n)], n, 20) for n in range(4)]
+    with hmt.Engine(**options) as plain:
+        model = plain.load_model(folder)
+        wanted = [model.infer(request).token_ids for request in requests]
+    with hmt.Engine(**kept) as engine:
+        engine.load_model(folder).infer(drawn(head, 0, 1))
+    read = []
+    with hmt.Engine(**kept) as engine:
+        model = engine.load_model(folder)
+        prefixes = model._core.memory.prefixes
+        for request, answer in zip(requests, wanted, strict=True):
+            assert model.infer(request).token_ids == answer
+            counters = prefixes.store.counters, prefixes.saved_states._store.counters
+            read.append([counted.read_pages for counted in counters])
+        assert min(read[0]) > 0 and read[1:] == read[:1] * 3
+        assert model.summary().prompt.tokens <= 4 * (9 + 16)
+        check_checkpoints(model)
 
 
 def damage(folder: Path, which: int) -> None:

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from serving import NAME, app_on, http, run, saying
 
 import hmt
+from hmt.cli.options import embedded_model
 from hmt.engine import LoadedModel
 from hmt.server import KeyRing
 
@@ -75,6 +76,49 @@ def test_it_is_the_same_path_as_openais(app: FastAPI, model: LoadedModel) -> Non
                                                        {"type": "text", "text": " + 30?"}]}],
             )  # fmt: skip
         assert done.content[0].text == wanted and done.usage.input_tokens == len(ids)
+
+    run(work())
+
+
+def test_what_the_prefix_cache_had_is_told() -> None:
+    """And where the prompt differed, to the token: of an edit in the middle, too."""
+    question = "Tell me of " + "numbers " * 60
+    edited = question[:200] + "letters" + question[207:]
+
+    async def work(model: LoadedModel) -> None:
+        async with client_of(app_on(model)) as client:
+            told = []
+            for asked, stream in (
+                (question, True), (question, False), (question, True), (edited, False),
+            ):  # fmt: skip
+                body = GREEDY | {"messages": [{"role": "user", "content": asked}], "max_tokens": 2}
+                if stream:
+                    async with client.messages.stream(**body) as events:
+                        deltas = [e async for e in events if e.type == "message_delta"]
+                    usage = deltas[-1].usage
+                else:
+                    usage = (await client.messages.create(**body)).usage
+                told.append((usage.input_tokens, usage.cache_read_input_tokens, usage.diverged_at))
+        first, second = (
+            model.tokenizer.chat_prompt([{"role": "user", "content": text}])
+            for text in (question, edited)
+        )
+        border = [a == b for a, b in zip(first, second, strict=False)].index(False)
+        held, prompt = (len(first) - 1) // 16 * 16, len(first)
+        again = (prompt - held, held, min(prompt, (prompt + 1) // 16 * 16))
+        page = border // 16 * 16
+        assert border != page, "in the middle of a page"
+        assert told == [(prompt, 0, 0), again, again, (len(second) - page, page, border)]
+
+    with hmt.Engine(host_memory="64MiB", context=1024, prefix_cache=True) as engine:
+        run(work(engine.load_model(embedded_model())))
+
+
+def test_without_a_prefix_cache_nothing_is_told_of_one(app: FastAPI) -> None:
+    async def work() -> None:
+        async with client_of(app) as client:
+            done = await client.messages.create(**GREEDY, messages=QUESTION)
+        assert done.usage.cache_read_input_tokens == 0 and not done.usage.model_extra
 
     run(work())
 

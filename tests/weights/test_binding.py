@@ -1,5 +1,6 @@
 """Binding: missing tensors, wrong shapes and dtypes, FP8 scales, and how layouts read files."""
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_the_first_source_that_exists_is_taken(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path, {"b": torch.ones(2, 2), "c": torch.ones(2, 2)})
     bound = bind(spec_of(ParamSpec("w", (2, 2), ("a", "b", "c"))), checkpoint)
     assert bound[BLOCK].params[0].source == "b"
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 4)], ids=str)
+def test_one_number_and_one_row_are_bound(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """As Apertus keeps beta of its activations: with no dimension at all."""
+    checkpoint = checkpoint_of(tmp_path, {"w": torch.full(shape, 3.0)})
+    [param] = bind(spec_of(ParamSpec("w", shape, ("w",), Role.VECTOR)), checkpoint)[BLOCK].params
+    assert (param.source, param.data.nbytes) == ("w", 4 * prod(shape))
 
 
 def fp8_tensors(rows: int, columns: int) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """What a model is to everyone who does not compute it: sizes, blocks, KV per layer."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import Protocol
@@ -113,6 +113,8 @@ class ModelSpec:
                         their blocks stay in host memory
     kv                  by layer; None: it keeps no KV
     state               by layer: recurrent state; () where no layer has any
+    state_inputs        by layer: numbers of a token that advance its state, which are journaled
+                        while the token may be taken back; () where no layer can do that
     """
 
     architecture: str
@@ -132,6 +134,7 @@ class ModelSpec:
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
     rotary_border: RotaryBorder | None = None
     state: tuple[LayerState, ...] = ()
+    state_inputs: tuple[int, ...] = ()
 
     @property
     def kv_layers(self) -> dict[int, KVLayer]:
@@ -142,6 +145,11 @@ class ModelSpec:
     def state_layers(self) -> dict[int, LayerState]:
         """What those layers keep of a sequence that have recurrent state, by index."""
         return {index: state for index, state in enumerate(self.state) if state}
+
+    def journal_bytes(self, layers: Iterable[int], drafts: int) -> int:
+        """What `layers` keep of a sequence so that it can go back by up to `drafts` tokens."""
+        numbers = sum(self.state_inputs[i] for i in layers) if self.state_inputs else 0
+        return 4 * drafts * numbers
 
     @property
     def state_bytes(self) -> int:

@@ -26,6 +26,7 @@ class Segment:
     whole            positions that are rotated as one prompt: rotary frequencies that depend on a
                      length go by this many, and behind them by the positions up to each token.  0:
                      `context`.
+    drafts           how many of the last tokens are guesses, which may be taken back
     """
 
     sequence: int
@@ -35,6 +36,7 @@ class Segment:
     reserved: int = 0
     reserved_tokens: int = field(default=0, compare=False)
     whole: int = 0
+    drafts: int = 0
 
     @property
     def context(self) -> int:
@@ -58,7 +60,7 @@ class SegmentRequest(NamedTuple):
     sequence             handle of the sequence in the KV cache
     start                position of the first token
     num_logit_rows       how many of the last tokens need logits: 0, 1, or all of them
-    reserved, reserved_tokens, whole   see Segment
+    reserved, reserved_tokens, whole, drafts   see Segment
     num_prompt_logprobs  how many of the first tokens have logits that are looked at and not kept
     num_pooled           how many of the last tokens have hidden states that are
     request              number of the request that the tokens belong to; 0: of none
@@ -74,6 +76,7 @@ class SegmentRequest(NamedTuple):
     num_pooled: int = 0
     whole: int = 0
     request: int = 0
+    drafts: int = 0
 
     @property
     def length(self) -> int:
@@ -89,7 +92,7 @@ class SegmentRequest(NamedTuple):
 class KVOperation(NamedTuple):
     """A change of what sequences hold in a KV cache: a method of it, and its arguments.
 
-    name       "open", "fork", "grow", "shrink", "rewind", "park", "resume" or "close"
+    name       "open", "fork", "grow", "shrink", "rewind", "rollback", "park", "resume" or "close"
     arguments  of that method: handles, then numbers of positions
     opened     the handle that an "open" or a "fork" returned; 0 of all others
     """
@@ -210,7 +213,7 @@ class Step:
         for part in (SegmentRequest(*part) for part in parts):
             offset, length = len(ids), len(part.tokens)
             end = offset + length
-            limits = part.reserved, part.reserved_tokens, part.whole
+            limits = part.reserved, part.reserved_tokens, part.whole, part.drafts
             runs.append(Segment(part.sequence, part.start, offset, length, *limits))
             ids += part.tokens
             positions += range(part.start, part.start + length)

@@ -161,16 +161,32 @@ class StateRun:
         return slice(self.offset, self.offset + self.length)
 
 
+# Advances a layer's state by the tokens of some runs: from their inputs to their results.
+StateUpdate = Callable[[Sequence[torch.Tensor], Sequence[StateRun]], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentState:
     """One layer's recurrent state, as a step reads and writes it.
 
     tensors   by the names of `LayerState`: f32 [slots, *shape], changed in place
     runs      of the step, in the order of its flat arrays
+    replay    what `advance` does where the state is behind its sequence, or some tokens are
+              guesses; None: it is not, and none is
     """
 
     tensors: Mapping[str, torch.Tensor]
     runs: Sequence[StateRun]
+    replay: Callable[[Sequence[torch.Tensor], StateUpdate], torch.Tensor] | None = None
+
+    def advance(self, inputs: Sequence[torch.Tensor], compute: StateUpdate) -> torch.Tensor:
+        """What `compute` returns for a step's `inputs`, each [tokens, numbers]: [tokens, ...].
+
+        compute   is called with inputs of the same shapes but for the number of tokens, and runs
+                  over these, one or several times; it changes `tensors` for runs that advance.
+                  Each token's result and state must depend on its own inputs and the state before.
+        """
+        return compute(inputs, self.runs) if self.replay is None else self.replay(inputs, compute)
 
 
 class KVCache(Protocol):

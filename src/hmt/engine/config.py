@@ -62,6 +62,8 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
+    draft_tokens          guesses that a step may end with for each sequence, and take back:
+                          recurrent state has a journal for so many
     kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to
                           host memory, or to the disk; None: all stay
     kv_host_memory_bytes  of host memory for those that do not; None: what is needed
@@ -120,6 +122,7 @@ class EngineConfig:
     prefetch_distance: int | None = None
     max_prefill_tokens: int | None = None
     max_batch: int = 16
+    draft_tokens: int = 0
     kv_gpu_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None
     kv_offload_dir: Path | None = None

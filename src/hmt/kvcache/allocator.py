@@ -1,12 +1,10 @@
 """What sequences hold of the KV cache: pages, reservations, forks and prefixes.  Numbers only.
 
-The bytes are a KVStorage's, which does what is decided here.
+The bytes are those of a KVStorage, which does what is decided here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
 
@@ -14,6 +12,7 @@ from hmt.base.errors import BudgetError
 from hmt.contracts.kv import GROUP_PAGES, KVAccount, PinnedPages, min_device_pages
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment
+from hmt.kvcache.interface import KVStorage, SequencePages, SharedPrefixes
 from hmt.kvcache.page_pool import PagePool
 from hmt.kvcache.page_table import Ints, PageTable, PageTier
 from hmt.kvcache.sequence_slots import SequenceSlots
@@ -25,63 +24,14 @@ _NONE = np.zeros(0, dtype=np.int64)
 SCORED_EVERY = 16
 
 
-class KVStorage(Protocol):
-    """The bytes of all pages, or of some layers' part of them.  For the engine's thread."""
-
-    def copy_page(self, page: Ints, to: Ints) -> None:
-        """Let page `to`, which lies where layers compute, hold what `page` holds, wherever it lies.
-
-        Both int64 [1].  Raises DiskReadError.
-        """
-        ...
-
-    def copy_slots(self, sequence: int, to: int) -> None:
-        """Let a new sequence hold in its SequenceSlots what another one holds there."""
-        ...
-
-    def pages_made(self, ids: Ints) -> None:
-        """Pages `ids` (int64) are new; whatever was known of these ids is of other pages."""
-        ...
-
-
-class SharedPrefixes(Protocol):
-    """Owns one share of each page of ended sequences; a PrefixTree."""
-
-    def alone(self) -> Ints:
-        """Pages that it alone owns."""
-        ...
-
-    def evict(self, pages: int) -> int:
-        """Give up shares until so many more pages are free; how many are."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class SequencePages:
-    """What one sequence holds.
-
-    pages    ids by position, of pages that have a place.  Replaced and never changed in place, so
-             BlockTables sees by identity whether its table of them is still right
-    unmade   pages that are reserved besides and have no place yet
-    tokens   positions that steps have filled, where pages move
-    parked   takes no part in steps
-    """
-
-    pages: Ints
-    unmade: int
-    tokens: int = 0
-    parked: bool = False
-
-
 class KVAllocator:
     """Sequences, and what each of them holds and may still take.  For the engine's thread.
 
-    What was reserved can always be used.  A page is reserved with its place where the pool's pages
-    stay where they are; where they move, capacity is reserved over all tiers, and a page gets its
-    place when a step appends to it.
+    What was reserved can always be used.  A page is reserved with its place where pages stay; where
+    they move, capacity is reserved over all tiers, and a page gets its place when a step appends to
+    it.
 
-    A sequence holds caches of several kinds: pages of 16 positions, which are numbered alike for
-    all layers, and for each kind of `slots` as many as that kind says.
+    A sequence holds pages of 16 positions, numbered alike for all layers, and SequenceSlots.
     """
 
     def __init__(
@@ -233,9 +183,8 @@ class KVAllocator:
     def can_grow(self, sequence: int, tokens: int) -> bool:
         """Whether `grow` would succeed now."""
         more = self._missing(sequence, tokens)
-        if more > 0 and more > self._free_pages(_NONE):
-            return False
-        return all(kind.can_grow(sequence, pages_of(tokens)) for kind in self._slots)
+        slots = all(kind.can_grow(sequence, pages_of(tokens)) for kind in self._slots)
+        return slots and (more <= 0 or more <= self._free_pages(_NONE))
 
     def grow(self, sequence: int, tokens: int) -> None:
         """Reserve `tokens` positions in all for a sequence, which keeps what it has.
@@ -290,23 +239,36 @@ class KVAllocator:
         finally:
             self.page_table.drop(partial)
 
+    def rollback(self, sequence: int, tokens: int) -> None:
+        """Let a sequence hold its first `tokens` positions: the others were guesses of one step.
+
+        It keeps all that it has reserved.
+        """
+        held = self._sequences[sequence]
+        held.tokens = min(held.tokens, tokens)
+        for storage in self._storages:
+            storage.rollback(sequence, tokens)
+
     # Sequences that wait
 
     def can_park(self) -> bool:
-        """Whether others could have the place of a sequence that is parked: not that of slots."""
-        return not self._slots and self.has_running_room(0, 1)
+        """Whether others could have the place of a sequence that is parked."""
+        return all(kind.can_park() for kind in self._slots) and self.has_running_room(0, 1)
 
     def park(self, sequence: int) -> None:
         """A sequence takes no part in steps until `resume`: others have its place.
 
-        It keeps its pages.  Where they move, they move away when room is needed, but for one that
-        is not full.
+        It keeps its pages and slots.  Where pages move, they move away when room is needed, but for
+        one that is not full.
         """
         self._sequences[sequence].parked = True
+        for kind in self._slots:
+            kind.park(sequence)
 
     def can_resume(self, sequence: int, tokens: int) -> bool:
         """Whether `resume` would succeed now."""
-        return self.has_running_room(1, -1) and self.can_grow(sequence, tokens)
+        slots = all(kind.can_resume(sequence) for kind in self._slots)
+        return slots and self.has_running_room(1, -1) and self.can_grow(sequence, tokens)
 
     def resume(self, sequence: int, tokens: int) -> None:
         """Let a parked sequence go on, with `tokens` positions in all.
@@ -317,6 +279,8 @@ class KVAllocator:
             raise self._too_little(self._missing(sequence, tokens))
         self.grow(sequence, tokens)
         self._sequences[sequence].parked = False
+        for kind in self._slots:
+            kind.resume(sequence)
 
     def has_running_room(self, more_running: int, more_parked: int = 0) -> bool:
         """Whether so many more sequences may run, and be parked, besides those that do.
@@ -490,7 +454,7 @@ class KVAllocator:
         device = self.page_table.levels[PageTier.DEVICE].count * PAGE_TOKENS
         return BudgetError(
             f"{asked}, {device} of all where layers compute, with {self._running} sequences open; "
-            "ask for a shorter context, or raise --kv-gpu-memory, --kv-host-memory or "
+            "shorten the context, or raise --kv-gpu-memory, --kv-host-memory or "
             "--kv-offload-disk-memory"
         )
 

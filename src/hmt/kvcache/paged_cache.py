@@ -66,6 +66,11 @@ class PagedKV:
         if self._state is not None:
             self._state.copy(sequence, to)
 
+    def rollback(self, sequence: int, tokens: int) -> None:
+        """Implements KVStorage: pages are written again."""
+        if self._state is not None:
+            self._state.rollback(sequence, tokens)
+
     def pages_made(self, ids: Ints) -> None:
         """Implements KVStorage: nothing is known of pages."""
 

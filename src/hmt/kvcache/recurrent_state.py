@@ -1,12 +1,13 @@
 """Recurrent state of sequences: a slot of a fixed size for each, in the memory of its layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from hmt.contracts.model import LayerState
+from hmt.contracts.model import PAGE_TOKENS, LayerState
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import RecurrentState, StateRun
 from hmt.kernels import graph_ops, ops
@@ -14,6 +15,7 @@ from hmt.kvcache.page_store import Pool
 from hmt.kvcache.page_table import Ints
 from hmt.kvcache.sequence_slots import SequenceSlots
 from hmt.kvcache.state_checkpoints import StateCheckpoints, checkpoint_interval
+from hmt.kvcache.state_journal import JournaledRun, StateJournal, StepReplay
 
 
 class StateStore:
@@ -22,6 +24,9 @@ class StateStore:
     State cannot be computed again from where it is, as pages can: a step that fails between two
     layers leaves it between two positions.  So the store knows at which position each sequence's
     is, and refuses a step that begins anywhere else but at 0.
+
+    A step may end with tokens that are guesses.  Then the state is behind its sequence until the
+    next step, and the sequence can go back as far as there: see `state_journal`.
 
     slots         which one each sequence has; stores of other layers may share them
     checkpoints   copies at borders of pages; None: there are none
@@ -32,26 +37,35 @@ class StateStore:
         layers: Mapping[int, LayerState],
         slots: SequenceSlots,
         pool: Pool[Any],
-        checkpoints: int = 0,
+        *,
+        inputs: Mapping[int, int] | None = None,
+        drafts: int = 0,
+        checkpoints: bool = False,
         chunk: int = 0,
     ) -> None:
-        """Room for as many sequences as there are `slots`, and for `checkpoints`.
+        """Room for all of `slots`, spare ones included.
 
-        chunk   tokens of a prompt in a step at most
+        inputs        by layer: see `ModelSpec.state_inputs`
+        drafts        guesses that a run of a step may end with
+        checkpoints   whether spare ones hold copies for sequences that begin alike
+        chunk         tokens of a prompt in a step at most
         Raises BudgetError if it is not there.
         """
         self.slots = slots
         self.checkpoints = None
         if checkpoints:
-            interval = checkpoint_interval(chunk)
-            self.checkpoints = StateCheckpoints(slots.count, checkpoints, interval)
-        count = slots.count + checkpoints
+            self.checkpoints = StateCheckpoints(slots, checkpoint_interval(chunk))
+        count = slots.count + slots.spare
         self._pool = pool
-        size = sum(tensor.nbytes for state in layers.values() for tensor in state)
-        nbytes = count * size
+        size = sum(tensor.nbytes for state in layers.values() for tensor in state) // 4
+        journal = StateJournal(inputs or {}, count, drafts)
+        nbytes = 4 * (count * size + journal.numbers)
         self._buffer = pool.allocate(nbytes) if nbytes else None
         memory = torch.empty(0) if self._buffer is None else self._buffer.tensor[:nbytes]
-        self._memory = memory.view(torch.float32).view(count, size // 4)
+        memory = memory.view(torch.float32)
+        self._memory = memory[: count * size].view(count, size)
+        self._journal = journal
+        journal.lie_in(memory[count * size :])
         self._layers: dict[int, dict[str, torch.Tensor]] = {}
         first = 0
         for index, state in layers.items():
@@ -62,8 +76,11 @@ class StateStore:
                 self._layers[index][tensor.name] = own
                 first = end
         self._positions: dict[int, int] = {}  # by sequence; of those that are open
+        self._pending: dict[int, int] = {}  # tokens of them that are in the journal only
         self._segments: tuple[Segment, ...] | None = None  # of the step that has begun
         self._runs = ops.StateRuns()
+        self._replay: StepReplay | None = None
+        self._ahead: dict[int, int] = {}  # by sequence: the slot that a step on a guess changes
         self._captured: Step | None = None  # that stands for it in a capture
         self._captured_runs = ops.StateRuns()
 
@@ -72,12 +89,19 @@ class StateStore:
         if step is self._captured:
             return RecurrentState(self._layers[layer], self._captured_runs)
         self.begin(step)
-        return RecurrentState(self._layers[layer], self._runs)
+        tensors, replay = self._layers[layer], None
+        if self._replay is not None:
+            replay = partial(self._replay, self._journal.of(layer), tensors)
+        return RecurrentState(tensors, self._runs, replay)
 
     def begin(self, step: Step) -> None:
         """Layers will advance the state by the tokens of `step`; once for all steps of its runs."""
         if self._segments is not step.segments:
             self._segments, self._runs = step.segments, self._begin(step)
+
+    def lags(self, runs: Sequence[Segment]) -> bool:
+        """Whether states of a step with `runs` are behind their sequences, or will be."""
+        return any(run.drafts or (run.start and run.sequence in self._pending) for run in runs)
 
     def hold(self, captured: Step, runs: ops.StateRuns | None, *, advances: bool = True) -> None:
         """Let `captured` stand for the step that has begun, until another one is named here.
@@ -90,14 +114,74 @@ class StateStore:
         given = self._runs
         if not advances:
             given = ops.StateRuns(replace(run, advances=False) for run in given)
-        if runs is not None:
-            graph_ops.fill_state_runs(runs, given)
-        self._captured, self._captured_runs = captured, given if runs is None else runs
+        self._captured, self._captured_runs = captured, self._filled(runs, given)
+
+    def can_run_ahead(self, runs: Sequence[Segment]) -> bool:
+        """Whether sequences have slots for what `run_ahead` changes; they are given them."""
+        return all(self.slots.other(run.sequence) is not None for run in runs)
+
+    def run_ahead(self, captured: Step, runs: ops.StateRuns | None) -> None:
+        """Let `captured` stand for the step that may follow the one that has begun.
+
+        Its state is changed in copies.  `confirm` makes them the sequences' own; otherwise they
+        count for nothing.  `can_run_ahead`; see `hold`.
+        """
+        given, self._ahead = [], {}
+        for run in self._segments or ():
+            own, other = self.slot_of(run.sequence), self.slots.other(run.sequence)
+            assert other is not None
+            self._memory[other] = self._memory[own]
+            self._ahead[run.sequence] = other
+            given.append(StateRun(other, run.offset, run.length, False))
+        self._captured, self._captured_runs = captured, self._filled(runs, given)
+
+    def confirm(self, step: Step) -> bool:
+        """Whether `run_ahead` was of `step`, and its copies are there: it has begun with that."""
+        ahead, self._ahead = self._ahead, {}
+        if any(
+            not self.slots.has_other(run.sequence)
+            or ahead.get(run.sequence) != self.slots.other(run.sequence)
+            for run in step.segments
+        ):
+            return False
+        self.begin(step)  # what it begins with is copied, where that is a checkpoint
+        for run in step.segments:
+            self.slots.exchange(run.sequence)
+        self._runs = ops.StateRuns(
+            replace(run, slot=ahead[segment.sequence])
+            for run, segment in zip(self._runs, step.segments, strict=True)
+        )
+        return True
 
     def copy(self, sequence: int, other: int) -> None:
         """Let the slot of `other`, which is new, hold what that of `sequence` holds."""
-        self._memory[self.slot_of(other)] = self._memory[self.slot_of(sequence)]
+        own, to = self.slot_of(sequence), self.slot_of(other)
+        self._memory[to] = self._memory[own]
         self._positions[other] = self._positions.get(sequence, 0)
+        if pending := self._pending.get(sequence, 0):
+            self._pending[other] = pending
+            self._journal.copy(own, to)
+
+    def can_rollback(self, sequence: int, position: int) -> bool:
+        """Whether `rollback` is possible: whether nothing but guesses is behind `position`."""
+        at = self._positions.get(sequence, 0)
+        return at - self._pending.get(sequence, 0) <= position <= at
+
+    def rollback(self, sequence: int, position: int) -> None:
+        """Let a sequence hold no more than `position` tokens; the others were guesses.
+
+        Nothing is computed or copied: the next step does that.
+        """
+        if not self.can_rollback(sequence, position):
+            raise AssertionError(
+                f"a sequence cannot go back from {self._positions.get(sequence, 0)} to {position}: "
+                f"its recurrent state was written behind that"
+            )
+        if gone := self._positions.get(sequence, 0) - position:
+            self._pending[sequence] -= gone
+            self._positions[sequence] = position
+            if not self._pending[sequence]:
+                del self._pending[sequence]
 
     def keep(self, sequence: int, pages: Ints) -> None:
         """A sequence ends: let its checkpoints belong to `pages`, the first of it, for others.
@@ -106,8 +190,9 @@ class StateStore:
         """
         if self.checkpoints is None:
             return
-        if position := self._positions.get(sequence, 0):
-            self._copy_out(Segment(sequence, position, 0, 0))
+        position = self._positions.get(sequence, 0) - self._pending.get(sequence, 0)
+        if position:
+            self._copy_out(Segment(sequence, position, 0, 0), 0)
         self.checkpoints.keep(sequence, pages)
 
     def row(self, slot: int) -> torch.Tensor:
@@ -117,18 +202,25 @@ class StateStore:
     def restore(self, sequence: int, slot: int, position: int) -> None:
         """Let a new sequence hold the state of a checkpoint, which is that of `position`."""
         self._memory[self.slot_of(sequence)] = self._memory[slot]
-        self.stands_at(sequence, position)
+        self._positions[sequence] = position
+        if self.checkpoints is not None:
+            self.checkpoints.began_at(sequence, position)
 
     def slot_of(self, sequence: int) -> int:
         """Where a sequence's state is."""
         (slot,) = self.slots.of(sequence)
         return int(slot)
 
-    def stands_at(self, sequence: int, position: int) -> None:
-        """The slot of a new sequence was filled with the state of `position`."""
+    def was_read(self, sequence: int, position: int) -> None:
+        """The slot of a new sequence was filled from the disk with the state of `position`.
+
+        That becomes a checkpoint.
+        """
         self._positions[sequence] = position
         if self.checkpoints is not None:
-            self.checkpoints.began_at(sequence, position)
+            slot = self.checkpoints.take_read(sequence, position)
+            if slot is not None:
+                self._memory[slot] = self._memory[self.slot_of(sequence)]
 
     def release(self) -> None:
         """Give the memory back."""
@@ -136,30 +228,61 @@ class StateStore:
         if self._buffer is not None:
             self._pool.free(self._buffer)
 
+    @staticmethod
+    def _filled(runs: ops.StateRuns | None, given: Sequence[StateRun]) -> ops.StateRuns:
+        """`given`, as a capture reads them."""
+        if runs is None:
+            return ops.StateRuns(given)
+        graph_ops.fill_state_runs(runs, given)
+        return runs
+
     def _begin(self, step: Step) -> ops.StateRuns:
         """The runs of a step, by whose tokens every layer will advance its state."""
         opened = self.slots.sequences
         for sequence in self._positions.keys() - opened:
             del self._positions[sequence]
+            self._pending.pop(sequence, None)
         if self.checkpoints is not None:
             self.checkpoints.forget_all_but(opened)
-        runs = []
-        for run in step.segments:
-            held = self._positions.get(run.sequence, 0)
-            if run.start not in (0, held):
-                raise AssertionError(
-                    f"a step begins at position {run.start} of a sequence whose recurrent state "
-                    f"is at {held}"
-                )
-            self._positions[run.sequence] = run.context
-            self._copy_out(run)
-            runs.append(
-                StateRun(self.slot_of(run.sequence), run.offset, run.length, run.start == 0)
-            )
-        return ops.StateRuns(runs)
+        runs = [self._begin_run(run) for run in step.segments]
+        self._replay = None
+        if any(run.lags for run in runs):
+            self._replay = StepReplay(runs, self._journal.drafts, self._memory.device)
+        return ops.StateRuns(run.usual for run in runs)
 
-    def _copy_out(self, run: Segment) -> None:
-        """Make a checkpoint of the state with which a run begins, if it is worth one."""
-        slot = None if self.checkpoints is None else self.checkpoints.take(run)
-        if slot is not None:
-            self._memory[slot] = self._memory[self.slot_of(run.sequence)]
+    def _begin_run(self, run: Segment) -> JournaledRun:
+        held = self._positions.get(run.sequence, 0)
+        if run.start not in (0, held):
+            raise AssertionError(
+                f"a step begins at position {run.start} of a sequence whose recurrent state "
+                f"is at {held}"
+            )
+        if run.drafts > self._journal.drafts or run.drafts == run.context:
+            raise AssertionError(
+                f"a run of {run.length} tokens ends with {run.drafts} guesses; the journal of "
+                f"recurrent state has room for {self._journal.drafts}"
+            )
+        pending = self._pending.pop(run.sequence, 0) if run.start else 0
+        copy = self._copy_out(run, pending)
+        self._positions[run.sequence] = run.context
+        if run.drafts:
+            self._pending[run.sequence] = run.drafts
+        return JournaledRun(self.slot_of(run.sequence), run, pending, copy)
+
+    def _copy_out(self, run: Segment, pending: int) -> tuple[int, int] | None:
+        """Make a checkpoint of the state with which a run begins, if it is worth one.
+
+        pending   tokens before the run that the state lacks: where the last border of a page is
+                  among them, the copy is still to be made, as `JournaledRun.copy`
+        """
+        border = run.start if not pending else run.start // PAGE_TOKENS * PAGE_TOKENS
+        behind = run.start - pending
+        if self.checkpoints is None or border < behind:
+            return None
+        slot = self.checkpoints.take(replace(run, start=border))
+        if slot is None:
+            return None
+        if border > behind:
+            return border - behind, slot
+        self._memory[slot] = self._memory[self.slot_of(run.sequence)]
+        return None

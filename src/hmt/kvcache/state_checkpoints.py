@@ -10,7 +10,7 @@ from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment
 from hmt.kvcache.page_table import Ints
-from hmt.memory import Bitmap
+from hmt.kvcache.sequence_slots import SequenceSlots
 
 INTERVAL_TOKENS = 1024  # between copies within a prompt, where steps are not larger
 _ENDS = 3  # of a conversation: its last prompt and answer, and the answer before
@@ -46,7 +46,7 @@ class _Copy:
 
 
 class StateCheckpoints:
-    """Slots for copies of states, of which each belongs to a position of a running sequence.
+    """Copies of states in spare slots, each of which belongs to a position of a running sequence.
 
     When a sequence ends, its copies belong to the pages that end at their positions: a page of a
     PrefixTree holds one beginning, so the state behind it is that of the beginning.  A sequence
@@ -60,11 +60,11 @@ class StateCheckpoints:
     Only for the engine's thread.
     """
 
-    def __init__(self, first: int, count: int, interval: int = INTERVAL_TOKENS) -> None:
-        """Of slots `first` and on."""
-        self._first = first
-        self._free = Bitmap(count)
-        self._count, self._interval = count, interval
+    def __init__(self, slots: SequenceSlots, interval: int = INTERVAL_TOKENS) -> None:
+        """In spare ones of `slots`, which are given up when sequences that run need them."""
+        self._slots = slots
+        self._interval = interval
+        slots.copies = self
         self._running: dict[int, dict[int, _Copy]] = {}  # by sequence, and by position
         self._began: dict[int, int] = {}  # by sequence: the position whose state it was given
         self._kept: dict[int, _Copy] = {}  # by page
@@ -74,6 +74,16 @@ class StateCheckpoints:
     def kept(self) -> int:
         """Copies of sequences that have ended."""
         return len(self._kept)
+
+    @property
+    def in_use(self) -> int:
+        """Implements SlotCopies."""
+        return len(self._kept) + sum(map(len, self._running.values()))
+
+    def give_up_one(self) -> None:
+        """Implements SlotCopies: the one that is worth least."""
+        _, owner, key = min(self._worths())
+        self._give_up(owner, key)
 
     def began_at(self, sequence: int, position: int) -> None:
         """A new sequence was given the state behind `position`, of which others have a copy."""
@@ -99,13 +109,14 @@ class StateCheckpoints:
             if last.position % self._interval:
                 self._give(held.pop(last.position))
         at_end = not of_prompt or run.start == border
-        copy = _Copy(-1, run.start, of_prompt, at_end, self._ended)
-        if not self._free.free and not self._make_room(run.sequence, copy):
-            return None
-        (slot,) = self._free.take(1)
-        copy.slot = self._first + slot
-        held[run.start] = copy
-        return copy.slot
+        return self._add(run.sequence, _Copy(-1, run.start, of_prompt, at_end, self._ended))
+
+    def take_read(self, sequence: int, position: int) -> int | None:
+        """A slot for a state that a new sequence was given from the disk; None: there is none.
+
+        The next one with this beginning then need not read it again.
+        """
+        return self._add(sequence, _Copy(-1, position, True, True, self._ended))
 
     def longest(self, pages: Ints) -> int:
         """How many of the first `pages` of a sequence end with a state that is kept."""
@@ -159,8 +170,19 @@ class StateCheckpoints:
         for sequence in self._began.keys() - sequences:
             del self._began[sequence]
 
+    def _add(self, sequence: int, copy: _Copy) -> int | None:
+        """Give a copy of a running sequence a slot, if it is worth more than another that has."""
+        held = self._running.setdefault(sequence, {})
+        if not self._slots.spare_free and not self._make_room(sequence, copy):
+            return None
+        slot = self._slots.take_spare()
+        assert slot is not None
+        copy.slot = slot
+        held[copy.position] = copy
+        return slot
+
     def _give(self, copy: _Copy) -> None:
-        self._free.give([copy.slot - self._first])
+        self._slots.give_spare(copy.slot)
 
     def _forget(self, page: int) -> None:
         """Give up the copy behind `page`; those behind it follow the one before it."""
@@ -172,15 +194,21 @@ class StateCheckpoints:
 
     def _make_room(self, sequence: int, new: _Copy) -> bool:
         """Give up the copy that is worth least, if that is less than `new` of `sequence` is."""
+        if not self.in_use:
+            return False
         worth, owner, key = min(self._worths())
         before = max(self._running[sequence], default=self._began.get(sequence, 0))
         if not new.at_end and worth >= self._worth(new, before, new.position):
             return False
+        self._give_up(owner, key)
+        return True
+
+    def _give_up(self, owner: int, key: int) -> None:
+        """A copy of a running sequence at a position, or, where `owner` is 0, of a page."""
         if owner:
             self._give(self._running[owner].pop(key))
         else:
             self._forget(key)
-        return True
 
     def _worths(self) -> Iterator[tuple[float, int, int]]:
         """(worth, sequence, position) of each copy; of ended sequences (worth, 0, page)."""
@@ -200,7 +228,7 @@ class StateCheckpoints:
     def _worth(self, copy: _Copy, before: int, after: int) -> float:
         """How far the copies around it are apart, by how likely it is that one is wanted."""
         spans = _END_SPANS if copy.at_end else 0
-        more = spans * (self._interval + copy.position // self._count)
+        more = spans * (self._interval + copy.position // self._slots.spare)
         if after == copy.position and copy.of_prompt and not copy.at_end:
             more = self._interval  # its sequence goes on at least as far
         return (after - before + more) / (1 + self._ended - copy.used)

@@ -1,5 +1,6 @@
 """Gated delta nets: attention whose memory is a matrix of a fixed size for each head."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache
+from hmt.contracts.store import KVCache, StateRun
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
@@ -51,6 +52,11 @@ class GatedDeltaNet:
             StateTensor("matrix", (heads.heads, heads.key_dim, heads.value_dim)),
             StateTensor("conv", (self.conv - 1, heads.width)),
         )
+
+    @property
+    def state_inputs(self) -> int:
+        """Numbers of a token that advance the state: before the convolution, decays and rates."""
+        return self.heads.width + 2 * self.heads.heads
 
     @property
     def activation_width(self) -> int:
@@ -109,19 +115,23 @@ class GatedDeltaNet:
         x = self.norm(hidden, params["norm"])
         qkv, gate, rate, decay = self._grouped(x, params) if self.grouped else _each(x, params)
         state = kv.state(layer, step)
-        qkv = ops.causal_conv(
-            qkv, params["conv"].data.squeeze(1), state.tensors["conv"], state.runs
-        )
-        out = ops.gated_delta_rule(
-            qkv,
-            decay,
-            rate,
-            params["decay_scale"].data,
-            params["decay_bias"].data,
-            state.tensors["matrix"],
-            state.runs,
-            self.heads,
-        )
+
+        def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
+            qkv, decay, rate = inputs
+            weight = params["conv"].data.squeeze(1)
+            qkv = ops.causal_conv(qkv, weight, state.tensors["conv"], runs)
+            return ops.gated_delta_rule(
+                qkv,
+                decay,
+                rate,
+                params["decay_scale"].data,
+                params["decay_bias"].data,
+                state.tensors["matrix"],
+                runs,
+                self.heads,
+            )
+
+        out = state.advance((qkv, decay, rate), update)
         if self.tiled:
             out = out.unflatten(1, (self.heads.key_heads, -1)).transpose(1, 2).flatten(1, 2)
         out = self.out_norm(out, params["out_norm"])

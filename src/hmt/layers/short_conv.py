@@ -1,5 +1,6 @@
 """A short convolution over time between two gates, in the place of attention (LFM2)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache
+from hmt.contracts.store import KVCache, StateRun
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
@@ -29,6 +30,11 @@ class ShortConv:
     def state(self) -> LayerState:
         """What one layer keeps of a sequence."""
         return (StateTensor("conv", (self.taps - 1, self.hidden_size)),)
+
+    @property
+    def state_inputs(self) -> int:
+        """Numbers of a token that advance the state."""
+        return self.hidden_size
 
     @property
     def activation_width(self) -> int:
@@ -54,5 +60,9 @@ class ShortConv:
         before, after, x = project(self.norm(hidden, params["norm"]), params, "in_proj").chunk(3, 1)
         state = kv.state(layer, step)
         weight, tails = params["conv"].data.squeeze(1), state.tensors["conv"]
-        x = ops.causal_conv(before * x, weight, tails, state.runs, gated=False)
+
+        def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
+            return ops.causal_conv(inputs[0], weight, tails, runs, gated=False)
+
+        x = state.advance((before * x,), update)
         return project(after * x, params, "out_proj")

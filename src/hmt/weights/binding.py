@@ -130,7 +130,7 @@ def _bind_param(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> Bou
     shape = found.shape
     if isinstance(found, Published) and shape == (prod(param.shape),) and param.rows is None:
         shape = param.shape  # the file says how many numbers there are, and not in which rows
-    elif param.shape[0] == 1 and shape == param.shape[1:]:
+    elif param.shape[:1] == (1,) and shape == param.shape[1:]:
         shape = param.shape  # llama.cpp's quantiser writes a matrix of one row as a vector
     _check_shape(param, source, shape, checkpoint)
     if isinstance(found, Joined):

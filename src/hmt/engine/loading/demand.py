@@ -13,7 +13,7 @@ from hmt.contracts.model import EXPERT_UNPACKED_BYTES, PAGE_TOKENS, Model
 from hmt.engine.config import EngineConfig
 from hmt.engine.experts.predictor import expert_count
 from hmt.engine.loading.kv import selection_of
-from hmt.engine.loading.prefix_cache import prefix_bytes, state_checkpoints
+from hmt.engine.loading.prefix_cache import prefix_bytes, spare_states
 from hmt.engine.loading.source import Source
 from hmt.kernels import ops
 from hmt.kernels.backend_registry import backend_on
@@ -93,8 +93,10 @@ def demand_of(
         kv_token_bytes=page_bytes(layers.values(), number) // PAGE_TOKENS,
         kv_layer_bytes=max((layer.row_width for layer in layers.values()), default=0)
         * model.dtype.itemsize,
-        sequence_bytes=model.spec.state_bytes,
-        checkpoints=state_checkpoints(model, config) // config.max_batch,
+        sequence_bytes=model.spec.state_bytes
+        + model.spec.journal_bytes(range(model.spec.layers), config.draft_tokens),
+        draft_tokens=config.draft_tokens,
+        spare_states=spare_states(model, config),
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
         prefetch_experts=config.expert_prefetch and config.executor == "overlapped",

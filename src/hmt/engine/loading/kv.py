@@ -7,7 +7,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import OnDevice, pin_pool
-from hmt.engine.loading.prefix_cache import state_checkpoints
+from hmt.engine.loading.prefix_cache import spare_states
 from hmt.kvcache import (
     AnyKV,
     KVAllocator,
@@ -35,12 +35,14 @@ def open_kv(
     """The KV cache, each layer's where it computes, and in the plan's tiers beside that.
 
     One allocator serves all of them.  Layers that compute on the CPU beside a device keep all of
-    theirs in host memory.  Recurrent state of `max_batch` sequences lies where its layers compute.
+    theirs in host memory.  Recurrent state lies where its layers compute.
     What is taken is given back by `stack`.  Raises BudgetError, and MachineError where the disk has
     no room.
     """
     spec, stage_devices = model.spec, plan.stage_devices
-    slots = SequenceSlots(config.max_batch, 1) if spec.state_bytes else None
+    slots = None
+    if spec.state_bytes:
+        slots = SequenceSlots(config.max_batch, 1, spare_states(model, config))
     pinned = False
     if on_devices and plan.kv_tiers is not None and plan.kv_tiers.host_pages:
         pinned = pin_pool(on_devices[0].device, host, stack)  # devices write pages back
@@ -61,8 +63,10 @@ def open_kv(
                 {i: layer for i, layer in spec.state_layers.items() if i in members},
                 slots,
                 pool,
-                state_checkpoints(model, config),
-                plan.max_prefill_tokens,
+                inputs={i: n for i, n in enumerate(spec.state_inputs) if n and i in members},
+                drafts=config.draft_tokens,
+                checkpoints=config.prefix_cache,
+                chunk=plan.max_prefill_tokens,
             )
         if plan.kv_tiers is None or allocator is not None:
             positions, dtype = plan.kv_tokens, model.dtype

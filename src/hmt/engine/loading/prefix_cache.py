@@ -31,11 +31,16 @@ _CHECKPOINTS_EACH = 4
 _ALIGNMENT = 4096  # of what a pool gives
 
 
-def state_checkpoints(model: Model, config: EngineConfig) -> int:
-    """Copies of recurrent state that are kept for sequences that begin alike."""
-    if not config.prefix_cache or not model.spec.state_bytes:
+def spare_states(model: Model, config: EngineConfig) -> int:
+    """Recurrent states that there is room for besides those of `max_batch` sequences.
+
+    They are checkpoints, of sequences that were sent back, and what steps write on a guess.
+    """
+    if not model.spec.state_bytes:
         return 0
-    return _CHECKPOINTS_EACH * config.max_batch
+    if config.prefix_cache:
+        return _CHECKPOINTS_EACH * config.max_batch
+    return -(-config.max_batch // 2)
 
 
 def prefix_bytes(model: Model, config: EngineConfig) -> int:

@@ -44,6 +44,10 @@ class KVOperationLog:
         """Take back what a sequence holds behind its first positions."""
         self._do("rewind", sequence, tokens)
 
+    def rollback(self, sequence: int, tokens: int, /) -> None:
+        """Take back guesses of the last step."""
+        self._do("rollback", sequence, tokens)
+
     def park(self, sequence: int, /) -> None:
         """Leave a sequence out of steps."""
         self._do("park", sequence)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from hmt.base.errors import DiskReadError
+from hmt.base.log import logger
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.engine.scheduling.kv_operations import KVOperationLog
@@ -116,18 +118,22 @@ class KVReservation:
         self._kv.park(sequence.kv)
         sequence.reserved_tokens = round_up(sequence.computed, PAGE_TOKENS)
 
-    def drop(self, sequence: SequenceState) -> None:
+    def drop(self, sequence: SequenceState, *, others_need: bool = True) -> None:
         """Take everything from a sequence that will go on; what others do not need is left to it.
 
         That is what the prefix cache still has when it comes back; the rest is computed again.
+        Where that is on a disk, it has all but a page, unless the sequence needs none of it.
         """
         assert sequence.kv is not None
         if self._prefixes is None:
             self._kv.close(sequence.kv)
         else:
             computed = sequence.tokens[: sequence.computed]
-            salt, owner = self._salt(sequence), sequence.owner
-            self._prefixes.leave(sequence.kv, computed, salt, owner)
+            leave = self._prefixes.set_aside if others_need else self._prefixes.leave
+            try:
+                leave(sequence.kv, computed, self._salt(sequence), sequence.owner)
+            except DiskReadError as error:
+                logger.warning("a sequence that gave way could not be kept: %s", error)
         sequence.kv, sequence.reserved_tokens, sequence.computed = None, 0, 0
 
     def close(self, sequence: SequenceState) -> None:

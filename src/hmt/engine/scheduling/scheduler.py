@@ -319,7 +319,7 @@ class Scheduler:
                 continue
             room = min(sequence.reserved_tokens, sequence.max_total_tokens)
             self._choices.release(sequence, ended=False)
-            self._rooms.drop(sequence)
+            self._rooms.drop(sequence, others_need=False)
             sequence.prefill_tokens = sequence.whole = len(sequence.tokens)
             try:
                 if self._rooms.enter(sequence, room, 0):

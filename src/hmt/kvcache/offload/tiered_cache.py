@@ -139,6 +139,11 @@ class TieredKV(OffloadedKVBase):
         if self._state is not None:
             self._state.copy(sequence, to)
 
+    def rollback(self, sequence: int, tokens: int) -> None:
+        """Implements KVStorage: pages are written again."""
+        if self._state is not None:
+            self._state.rollback(sequence, tokens)
+
     def pages_made(self, ids: Ints) -> None:
         """Implements KVStorage."""
         if self._selection is not None:

@@ -105,6 +105,16 @@ class PrefixCache:
             self.kv.states.keep(sequence, self.tree.find(tokens, salt))
         allocator.close(sequence)
 
+    def set_aside(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
+        """Close a sequence that gives way to others and will go on later; see `close`.
+
+        Its pages are written to the disk now, and its last checkpoint, since others need the room.
+        """
+        self.leave(sequence, tokens, salt, owner)
+        if self.store is not None and self.extents is not None:
+            while self._save(np.asarray(tokens, dtype=np.int64), salt, owner, last=True):
+                pass
+
     def close(self, sequence: int, tokens: Tokens, salt: str = "", owner: str = "") -> None:
         """Close a sequence, and keep its pages for others.
 
@@ -165,8 +175,11 @@ class PrefixCache:
         ids, checkpoints = self.tree.find(known, salt), self._checkpoints
         return ids if checkpoints is None else ids[: checkpoints.longest(ids)]
 
-    def _save(self, tokens: Ints, salt: str, owner: str) -> int:
-        """Save a file's worth of a sequence; how many pages, 0 where nothing is left to save."""
+    def _save(self, tokens: Ints, salt: str, owner: str, *, last: bool = False) -> int:
+        """Save a file's worth of a sequence; how many pages, 0 where nothing is left to save.
+
+        last   of its checkpoints only the last one
+        """
         assert self.store is not None and self.extents is not None
         ids, extents = self.tree.find(tokens, salt), self.extents
 
@@ -177,7 +190,8 @@ class PrefixCache:
         saved = self.store.save(keys, export, owner)
         if saved or self.saved_states is None or self._checkpoints is None:
             return saved
-        for number, slot in self._checkpoints.kept_behind(ids):
+        behind = self._checkpoints.kept_behind(ids)
+        for number, slot in behind[-1:] if last else behind:
             if saved := self.saved_states.save(keys[number], slot, owner):
                 return saved
         return 0
@@ -216,7 +230,7 @@ class PrefixCache:
         states, (held, slot) = self.kv.states, before
         assert states is not None
         if self.saved_states.load(keys[pages - 1], states.slot_of(sequence)):
-            states.stands_at(sequence, pages * PAGE_TOKENS)
+            states.was_read(sequence, pages * PAGE_TOKENS)
             return pages - held
         if slot is not None:
             states.restore(sequence, slot, held * PAGE_TOKENS)

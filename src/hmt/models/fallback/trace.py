@@ -228,7 +228,7 @@ def call_surroundings(tree: Tree, positions: Tensor, cache: OneSequence | None) 
     """What the model is called with besides tokens; positions int64 [tokens]."""
     options: dict[str, Any] = {"use_cache": cache is not None, "return_dict": True}
     if cache is not None:
-        options["past_key_values"] = cache
+        options["cache"] = cache
     if tree.takes_positions:
         options["position_ids"] = positions[None]
     return options

@@ -48,8 +48,9 @@ class Demand:
     kv_layer_bytes      KV of one position in the layer that keeps most
     kv_work_bytes       copies that are made of KV pages where these lie in several tiers
     score_bytes         the most that attention scores take at once
-    sequence_bytes      recurrent state of one sequence, over all layers
-    checkpoints         copies of that for each sequence that may run
+    sequence_bytes      recurrent state of one sequence, over all layers, with its journal
+    draft_tokens        that the journal has room for
+    spare_states        so many more of these than requests run at once
     batch               requests that run at once
     prefetch_experts    whether experts are read from the disk before routers choose them
     matrix_bytes        the largest matrix, or some experts, unpacked for many tokens on a device
@@ -69,7 +70,8 @@ class Demand:
     kv_work_bytes: int = 0
     score_bytes: int = 0
     sequence_bytes: int = 0
-    checkpoints: int = 0
+    draft_tokens: int = 0
+    spare_states: int = 0
     batch: int = 1
     prefetch_experts: bool = False
     row_sums_bytes: int = 0
@@ -84,8 +86,8 @@ class Demand:
 
     @property
     def state_slots(self) -> int:
-        """Recurrent states that there is room for: of sequences that run, and copies."""
-        return self.batch * (1 + self.checkpoints)
+        """Recurrent states that there is room for: of sequences that run, and spare ones."""
+        return self.batch + self.spare_states
 
     @property
     def weight_bytes(self) -> int:

@@ -322,9 +322,10 @@ def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
 
 
 def sequence_bytes(demand: Demand, layers: Collection[int]) -> int:
-    """Recurrent state of one sequence in some `layers`."""
+    """Recurrent state of one sequence in some `layers`, with its journal."""
     states = demand.spec.state_layers
-    return sum(tensor.nbytes for i in layers for tensor in states.get(i, ()))
+    journal = demand.spec.journal_bytes(layers, demand.draft_tokens)
+    return sum(tensor.nbytes for i in layers for tensor in states.get(i, ())) + journal
 
 
 def _layers(

@@ -213,10 +213,13 @@ def _end(last: TokenEvent, *, called: bool) -> dict[str, str | None]:
 
 
 def _usage(generation: Generation) -> dict[str, int]:
-    held = generation.held_tokens
+    """What an answer took until now; `diverged_at`, which is ours, once its prompt has begun."""
+    held, diverged_at = generation.held_tokens, generation.diverged_at
+    told = {} if diverged_at is None else {"diverged_at": diverged_at}
     return {
         "input_tokens": generation.prompt_tokens - held,
         "cache_read_input_tokens": held,
         "cache_creation_input_tokens": 0,
         "output_tokens": generation.completion_tokens,
+        **told,
     }

@@ -10,7 +10,7 @@ A capture ends by choosing each run's likeliest token and begins by looking toke
 step of a single graph can begin before the CPU has seen this one's logits, on the guess that the
 same runs go on with those tokens.  Where that was wrong (another token was drawn, a run has ended
 or one has come), its result is dropped: what it wrote to the KV cache lies behind the runs, where
-the next step writes.
+the next step writes, and recurrent state it has changed in copies.
 """
 
 import time
@@ -152,10 +152,8 @@ class GraphRunner:
         # weights or pages are copied beside it, and its tokens would wait for the CPU's part.
         self._is_single = not host_ffn and self._tiers is None
         self._states = kv.states
-        # While the CPU answers at the channel, it cannot see that a guess was wrong.  And recurrent
-        # state that a wrong guess has advanced does not lie behind the runs, as its keys do.
+        # While the CPU answers at the channel, it cannot see that a guess was wrong.
         self._runs_ahead = self._is_single and self._looks_up and head and channel is None
-        self._runs_ahead &= self._states is None
         self.graphs: dict[bool, OrderedDict[GraphKey, CapturedGraph]]
         self.graphs = {offloaded: OrderedDict() for offloaded in (False, True)}
         self._offloaded = False  # of the step that is computed now
@@ -226,6 +224,8 @@ class GraphRunner:
             return False
         if step.has_prompt_outputs:
             return False
+        if self._states is not None and self._states.lags(step.segments):
+            return False
         return self._channel is None or tokens <= self._channel.tokens
 
     @property
@@ -261,6 +261,7 @@ class GraphRunner:
             step.segments == async_step.runs
             and len(step.logit_rows) == len(async_step.tokens)
             and step.token_ids.tolist() == async_step.tokens
+            and (self._states is None or self._states.confirm(step))
         )
         self.async_steps.right += right
         self._skipped = 0 if right else min(_MOST_SKIPPED, 2 * self._skipped + 1)
@@ -271,15 +272,19 @@ class GraphRunner:
         if self._skip:
             self._skip -= 1
             return False
-        return self._runs_ahead and all(
+        if not self._runs_ahead or not all(
             run.context < min(_room(run), room, captured.context)
             for run, room in zip(step.segments, captured.rooms, strict=True)
-        )
+        ):
+            return False
+        return self._states is None or self._states.can_run_ahead(step.segments)
 
     def _begin_next(self, captured: CapturedGraph) -> _Result:
         self.async_steps.begun += 1
         if captured.runs is None:
             self._advance(captured)
+        if self._states is not None:
+            self._states.run_ahead(captured.step, captured.state_runs)
         return self._start(captured)
 
     def _advance(self, captured: CapturedGraph) -> None:
