@@ -115,7 +115,7 @@ def gated_delta_rule(
     shared = heads.heads // heads.key_heads
     query, key = query.repeat_interleave(shared, 1), key.repeat_interleave(shared, 1)
     value = value.unflatten(1, (heads.heads, -1))
-    stays = _softplus(decay.float() + decay_bias.float())
+    stays = softplus(decay.float() + decay_bias.float())
     stays = (-decay_scale.float().exp() * stays).exp()
     learns = sigmoid(rate)
     out = torch.empty_like(value)
@@ -132,7 +132,7 @@ def gated_delta_rule(
     return out.to(qkv.dtype)
 
 
-def _softplus(x: Tensor) -> Tensor:
+def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)), of functions that round a number alike wherever it stands: see `sigmoid`."""
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
