@@ -22,12 +22,12 @@ std::vector<StateRun> runs_of(const std::vector<size_t>& numbers) {
 
 void bind_recurrent(nb::module_& m) {
   m.def("causal_conv", [](Address x, int type, size_t channels, size_t width, size_t stride,
-                          Address weight, Address tails, size_t slot_stride, Address out,
-                          bool gated, const std::vector<size_t>& numbers, size_t threads) {
+                          Address weight, Address bias, Address tails, size_t slot_stride,
+                          Address out, bool gated, const std::vector<size_t>& numbers, size_t threads) {
     const std::vector<StateRun> runs = runs_of(numbers);
     const CausalConv conv{static_cast<DType>(type), channels, width, at<const void>(x), stride,
-                          at<const float>(weight), at<float>(tails), slot_stride, at<void>(out),
-                          gated};
+                          at<const float>(weight), at<const float>(bias), at<float>(tails),
+                          slot_stride, at<void>(out), gated};
     Kernel kernel;
     causal_conv(conv, {runs.data(), runs.size()}, threads);
   });

@@ -26,14 +26,17 @@ def causal_conv(
     tails: Tensor,
     runs: Sequence[StateRun],
     *,
+    bias: Tensor | None = None,
     gated: bool = True,
 ) -> Tensor:
     """`reference.causal_conv` by the extension."""
     if x.dtype not in DTYPES or x.stride(1) != 1 or weight.shape[1] > _MOST_TAPS:
-        return reference.causal_conv(x, weight, tails, runs, gated=gated)
+        return reference.causal_conv(x, weight, tails, runs, bias=bias, gated=gated)
     channels, width = weight.shape
     assert x.shape[1] == channels and tails.shape[1:] == (width - 1, channels)
     taps, out = weight.float().contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    bias = None if bias is None else bias.float().contiguous()
+    assert bias is None or bias.shape == (channels,)
     with _advancing(tails, runs):
         native.causal_conv(
             x.data_ptr(),
@@ -42,6 +45,7 @@ def causal_conv(
             width,
             x.stride(0),
             taps.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
             tails.data_ptr(),
             _slot_stride(tails),
             out.data_ptr(),
