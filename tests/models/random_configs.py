@@ -227,6 +227,44 @@ def _lfm2_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
     )  # fmt: skip
 
 
+def _mamba2(rng: random.Random) -> Iterator[dict[str, Any]]:
+    for given in (
+        {"use_bias": True, "time_step_limit": (0.02, 0.9), "n_groups": 2, "conv_kernel": 3},
+        {"use_conv_bias": False, "tie_word_embeddings": True, "n_groups": 1},
+        {"n_groups": 6, "conv_kernel": 2, "layer_norm_epsilon": 1e-6, "expand": 1},
+    ):
+        expand = given.get("expand", 2)
+        sizes = {
+            "vocab_size": rng.randrange(260, 700), "hidden_size": 36, "num_hidden_layers": 3,
+            "num_heads": 6, "head_dim": 6 * expand, "state_size": rng.choice([6, 9, 16]),
+            "chunk_size": 8, "pad_token_id": None,
+        }  # fmt: skip
+        yield sizes | given
+
+
+def _mamba_hybrid(rng: random.Random, **given: Any) -> dict[str, Any]:
+    """Fields of hybrids that begin with "mamba_"."""
+    sizes = {
+        "num_attention_heads": 4, "num_key_value_heads": rng.choice([1, 2, 4]), "hidden_size": 48,
+        "num_hidden_layers": 4, "mamba_n_heads": 6, "mamba_d_head": 16,
+        "mamba_n_groups": rng.choice([1, 2, 3]), "mamba_d_state": rng.choice([5, 8, 16]),
+        "mamba_d_conv": rng.choice([2, 3, 4]), "mamba_chunk_size": 8,
+    }  # fmt: skip
+    return _dense(rng, **(sizes | given))
+
+
+def _bamba(rng: random.Random) -> Iterator[dict[str, Any]]:
+    yield _mamba_hybrid(rng, attn_layer_indices=[1], mamba_n_groups=3)
+    yield _mamba_hybrid(
+        rng, attn_layer_indices=[0, 3], attention_bias=True, mlp_bias=True, mamba_proj_bias=True,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    yield _mamba_hybrid(
+        rng, attn_layer_indices=[2], mamba_conv_bias=False, mamba_n_groups=1,
+        time_step_limit=(0.05, 0.7), **_rope(YARN),
+    )  # fmt: skip
+
+
 def _latent(rng: random.Random, **given: Any) -> dict[str, Any]:
     heads = rng.choice([2, 3, 5])
     sizes = {
@@ -297,6 +335,8 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
+    "mamba2": _mamba2,
+    "bamba": _bamba,
 }
 
 
@@ -308,8 +348,9 @@ def cases(*families: str) -> list[Case]:
             continue
         for variant, fields in enumerate(_FAMILIES[family](random.Random(number))):
             config = CONFIG_MAPPING[family](**fields)
-            long = (config.rope_parameters or {}).get("rope_type") == "longrope"
-            original = config.rope_parameters.get("original_max_position_embeddings")
+            rotary = getattr(config, "rope_parameters", None) or {}
+            long = rotary.get("rope_type") == "longrope"
+            original = rotary.get("original_max_position_embeddings")
             first_chunk = LONGEST_SHORT + 1 if long and original == LONGEST_SHORT else 1
             softcap = fields.get("attn_logit_softcapping")
             # transformers reads the field but does not hand it to the attention it computes.

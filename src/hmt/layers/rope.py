@@ -116,6 +116,12 @@ class Rotary:
         return self._kept[key]
 
 
+def unturned(head_dim: int) -> Rotary:
+    """Rotary positions of attention that knows no positions: all angles are zero."""
+    nothing = {"rope_type": "linear", "rope_theta": 1.0, "factor": math.inf}
+    return Rotary(head_dim, nothing | {"partial_rotary_factor": 2 / head_dim}, 1)
+
+
 def border_of(parameters: Parameters, max_positions: int) -> RotaryBorder | None:
     """Where frequencies begin to depend on a sequence's length; None: they never do."""
     kind = parameters.get("rope_type")

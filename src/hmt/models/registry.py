@@ -10,12 +10,14 @@ import torch
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.base.log import warn_once
 from hmt.contracts.model import Model
+from hmt.models.bamba import Bamba
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gpt_oss import GptOss
 from hmt.models.lfm2 import Lfm2, Lfm2Moe
 from hmt.models.llama import Llama
+from hmt.models.mamba2 import Mamba2LM
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import Mixtral
 from hmt.models.phi3 import Phi3
@@ -27,6 +29,7 @@ from hmt.models.qwen3_next import Qwen3Next
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
 _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
+    "BambaForCausalLM": ("bamba", Bamba),
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
@@ -34,6 +37,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Lfm2ForCausalLM": ("lfm2", Lfm2),
     "Lfm2MoeForCausalLM": ("lfm2_moe", Lfm2Moe),
     "LlamaForCausalLM": ("llama", Llama),
+    "Mamba2ForCausalLM": ("mamba2", Mamba2LM),
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),
     "Phi3ForCausalLM": ("phi3", Phi3),
