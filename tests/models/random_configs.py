@@ -265,6 +265,26 @@ def _bamba(rng: random.Random) -> Iterator[dict[str, Any]]:
     )  # fmt: skip
 
 
+def _granite(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """With and without experts, rotary positions, and Mamba-2."""
+    multipliers = {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+        "logits_scaling": 0.4, "shared_intermediate_size": 28,
+    }  # fmt: skip
+    kinds = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+    sparse = {"num_local_experts": 7, "num_experts_per_tok": 3, "layer_types": kinds}
+    yield _mamba_hybrid(rng, **multipliers, **sparse, mamba_n_groups=2)
+    yield _mamba_hybrid(
+        rng, **multipliers, **sparse | {"num_local_experts": 0}, position_embedding_type="rope",
+        mamba_proj_bias=True, attention_bias=True, tie_word_embeddings=True,
+    )  # fmt: skip
+    yield _mamba_hybrid(
+        rng, **multipliers, **sparse | {"layer_types": ["full_attention"] * 4},
+        position_embedding_type="rope", **_rope(YARN),
+    )  # fmt: skip
+    yield _mamba_hybrid(rng, **sparse | {"num_local_experts": 0}, attention_multiplier=0.3)
+
+
 def _latent(rng: random.Random, **given: Any) -> dict[str, Any]:
     heads = rng.choice([2, 3, 5])
     sizes = {
@@ -337,6 +357,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "qwen3_5_moe_text": _qwen3_5_moe,
     "mamba2": _mamba2,
     "bamba": _bamba,
+    "granitemoehybrid": _granite,
 }
 
 

@@ -27,7 +27,8 @@ class Mamba2:
     steps        shortest and longest time step
     eps          of the norm of results, apart for each group; None: they are gated only
     norm_first   the norm is of results before they are gated
-    bias         of the projections of hidden states and of results
+    bias         of the projection of hidden states
+    output_bias  of the projection of results
     conv_bias    of the convolution
     factors      what the gate, X, B, C and the time steps are multiplied with once projected
     """
@@ -43,6 +44,7 @@ class Mamba2:
     eps: float | None
     norm_first: bool = False
     bias: bool = False
+    output_bias: bool = False
     conv_bias: bool = True
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     # Of all groups, and of gate, X, B and C, by device.  None goes: captured steps read them.
@@ -101,7 +103,7 @@ class Mamba2:
             ParamSpec("skip", (heads,), (f"{at}D",), Role.VECTOR),
             ParamSpec("step_bias", (heads,), (f"{at}dt_bias",), Role.VECTOR),
             *self._norm_params(at),
-            *linear_params("out_proj", hidden, self.inner, f"{at}out_proj", bias=self.bias),
+            *linear_params("out_proj", hidden, self.inner, f"{at}out_proj", bias=self.output_bias),
         )
 
     def _biases(self, at: str, width: int) -> tuple[ParamSpec, ...]:

@@ -97,6 +97,7 @@ _MOST = {"num_hidden_layers": 1 << 13, "vocab_size": 1 << 26, "max_position_embe
 _MOST |= {"sliding_window": 1 << 40}
 _MOST_ELSE = 1 << 22
 _MOST_BLOCKS = 1 << 20
+_MAY_BE_NONE = ("num_experts_per_tok", "num_local_experts")  # as in a Granite without experts
 _NO_POSITIONS = 1 << 20  # what GGUF files of such models say
 
 
@@ -164,9 +165,9 @@ def check_counts(config: Config, *, no_window: int | None = None) -> None:
             continue
         if name == "sliding_window" and value == no_window:
             continue
-        most = _MOST.get(name, _MOST_ELSE)
-        if isinstance(value, int) and not 1 <= value <= most:
-            raise CheckpointError(f"{name} is {value}; it must be from 1 to {most}")
+        least, most = int(name not in _MAY_BE_NONE), _MOST.get(name, _MOST_ELSE)
+        if isinstance(value, int) and not least <= value <= most:
+            raise CheckpointError(f"{name} is {value}; it must be from {least} to {most}")
     layers = getattr(config, "num_hidden_layers", None) or 1
     experts = max(getattr(config, name, None) or 1 for name in _EXPERTS)
     if layers * experts > _MOST_BLOCKS:

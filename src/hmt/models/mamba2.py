@@ -32,6 +32,7 @@ class Mamba2LM(Decoder):
             "steps": time_step_limit(config),
             "eps": eps,
             "bias": config.use_bias,
+            "output_bias": config.use_bias,
             "conv_bias": config.use_conv_bias,
         }
         self.recurrent = checked(config, self.norm, int(config.expand * hidden), fields)

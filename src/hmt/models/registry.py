@@ -15,6 +15,7 @@ from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gpt_oss import GptOss
+from hmt.models.granite_hybrid import GraniteHybrid
 from hmt.models.lfm2 import Lfm2, Lfm2Moe
 from hmt.models.llama import Llama
 from hmt.models.mamba2 import Mamba2LM
@@ -34,6 +35,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
     "Lfm2ForCausalLM": ("lfm2", Lfm2),
     "Lfm2MoeForCausalLM": ("lfm2_moe", Lfm2Moe),
     "LlamaForCausalLM": ("llama", Llama),

@@ -23,6 +23,7 @@ def mamba2(config: Config, norm: RMSNorm, inner: int, **differences: object) -> 
         "steps": time_step_limit(config),
         "eps": config.rms_norm_eps,
         "bias": config.mamba_proj_bias,
+        "output_bias": config.mamba_proj_bias,
         "conv_bias": config.mamba_conv_bias,
     }
     return checked(config, norm, inner, fields | differences)
