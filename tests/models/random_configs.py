@@ -285,6 +285,24 @@ def _granite(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _mamba_hybrid(rng, **sparse | {"num_local_experts": 0}, attention_multiplier=0.3)
 
 
+def _falcon_h1(rng: random.Random) -> Iterator[dict[str, Any]]:
+    factors = {
+        "embedding_multiplier": 3.0, "lm_head_multiplier": 2.0, "key_multiplier": 0.6,
+        "attention_out_multiplier": 0.7, "attention_in_multiplier": 1.2, "ssm_in_multiplier": 0.8,
+        "ssm_out_multiplier": 0.5, "ssm_multipliers": [0.7, 0.9, 1.3, 1.2, 1.4],
+        "mlp_multipliers": [1.3, 0.6],
+    }  # fmt: skip
+    yield _mamba_hybrid(rng, **factors, mamba_d_ssm=96, mamba_rms_norm=True, mamba_n_groups=3)
+    yield _mamba_hybrid(
+        rng, mamba_d_ssm=24, mamba_d_head=4, attention_bias=True, mlp_bias=True,
+        mamba_proj_bias=True, projectors_bias=True, tie_word_embeddings=True, mamba_n_groups=2,
+    )  # fmt: skip
+    yield _mamba_hybrid(
+        rng, **factors, mamba_d_ssm=None, mamba_rms_norm=True, mamba_norm_before_gate=False,
+        time_step_limit=(0.05, 0.7), head_dim=10, **_rope(YARN),
+    )  # fmt: skip
+
+
 def _latent(rng: random.Random, **given: Any) -> dict[str, Any]:
     heads = rng.choice([2, 3, 5])
     sizes = {
@@ -358,6 +376,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "mamba2": _mamba2,
     "bamba": _bamba,
     "granitemoehybrid": _granite,
+    "falcon_h1": _falcon_h1,
 }
 
 

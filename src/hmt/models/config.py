@@ -40,6 +40,7 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
 }
 _COUNTS = (
     "hidden_size",

@@ -13,6 +13,7 @@ from hmt.contracts.model import Model
 from hmt.models.bamba import Bamba
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
+from hmt.models.falcon_h1 import FalconH1
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gpt_oss import GptOss
 from hmt.models.granite_hybrid import GraniteHybrid
@@ -33,6 +34,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "BambaForCausalLM": ("bamba", Bamba),
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
+    "FalconH1ForCausalLM": ("falcon_h1", FalconH1),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
