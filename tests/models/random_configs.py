@@ -303,6 +303,29 @@ def _falcon_h1(rng: random.Random) -> Iterator[dict[str, Any]]:
     )  # fmt: skip
 
 
+def _nemotron_h(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Layers of one part each, in any order, a part of which may be missing."""
+    kinds = ["linear_attention", "full_attention", "mlp", "moe", "linear_attention", "moe"]
+    sizes = {
+        "layers_block_type": kinds, "head_dim": 10, "mamba_num_heads": 6, "mamba_head_dim": 7,
+        "ssm_state_size": 9, "n_groups": 3, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 28, "chunk_size": 8,
+        "conv_kernel": 4, "layer_norm_epsilon": 1e-5,
+    }  # fmt: skip
+    dense = _dense(rng)
+    del dense["rms_norm_eps"], dense["num_hidden_layers"]
+    yield dense | sizes | {"routed_scaling_factor": 1.7, "n_group": 4, "topk_group": 2}
+    yield dense | sizes | {
+        "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp"], "n_groups": 1,
+        "use_bias": True, "mlp_bias": True, "use_conv_bias": False, "conv_kernel": 2,
+        "tie_word_embeddings": True, "time_step_min": 0.3,
+    }  # fmt: skip
+    yield dense | sizes | {
+        "layers_block_type": ["moe", "full_attention", "linear_attention", "moe"], "n_groups": 2,
+        "norm_topk_prob": False, "num_experts_per_tok": 1,
+    }  # fmt: skip
+
+
 def _latent(rng: random.Random, **given: Any) -> dict[str, Any]:
     heads = rng.choice([2, 3, 5])
     sizes = {
@@ -377,6 +400,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "bamba": _bamba,
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
 }
 
 

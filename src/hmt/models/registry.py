@@ -22,6 +22,7 @@ from hmt.models.llama import Llama
 from hmt.models.mamba2 import Mamba2LM
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import Mixtral
+from hmt.models.nemotron_h import NemotronH
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
@@ -44,6 +45,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Mamba2ForCausalLM": ("mamba2", Mamba2LM),
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),
+    "NemotronHForCausalLM": ("nemotron_h", NemotronH),
     "Phi3ForCausalLM": ("phi3", Phi3),
     "Qwen2ForCausalLM": ("qwen2", Qwen2),
     "Qwen3ForCausalLM": ("qwen3", Qwen3),
