@@ -21,11 +21,11 @@ from hmt.layers.moe import (
 )
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import (
+    NoRotary,
     Rotary,
     border_of,
     check_options,
     common_border,
-    unturned,
     yarn_mscale,
 )
 from hmt.layers.short_conv import ShortConv

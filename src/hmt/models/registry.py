@@ -8,27 +8,22 @@ from typing import Any
 import torch
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
-from hmt.base.log import warn_once
 from hmt.contracts.model import Model
-from hmt.models.bamba import Bamba
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
-from hmt.models.falcon_h1 import FalconH1
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gpt_oss import GptOss
-from hmt.models.granite_hybrid import GraniteHybrid
 from hmt.models.lfm2 import Lfm2, Lfm2Moe
 from hmt.models.llama import Llama
-from hmt.models.mamba2 import Mamba2LM
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import Mixtral
-from hmt.models.nemotron_h import NemotronH
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
 from hmt.models.qwen3_5 import Qwen35, Qwen35Moe
 from hmt.models.qwen3_moe import Qwen3Moe
 from hmt.models.qwen3_next import Qwen3Next
+from hmt.models.state_space import Bamba, FalconH1, GraniteHybrid, Mamba2LM, NemotronH
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
 _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
@@ -178,6 +173,4 @@ def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Mod
             f"names {given}; HMT runs {', '.join(supported_architectures())}, and causal language "
             "models of the installed transformers library"
         )
-    model = _checked(fallback.Fallback(config, name, dtype))
-    warn_once(f"fallback {name}", f"{name} {fallback.REMARK}")
-    return model
+    return _checked(fallback.Fallback(config, name, dtype))

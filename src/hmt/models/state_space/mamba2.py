@@ -13,7 +13,7 @@ from hmt.layers import RMSNorm
 from hmt.models.config import Config, require
 from hmt.models.decoder import Decoder, attention_block
 from hmt.models.hybrid import convolution_taps
-from hmt.models.state_space import checked, time_step_limit
+from hmt.models.state_space.sizes import checked, time_step_limit
 
 
 class Mamba2LM(Decoder):

@@ -14,7 +14,7 @@ from hmt.contracts.store import KVCache, Weights
 from hmt.layers import Params, ResidualFFN
 from hmt.models.config import Config, attention, gated_ffn, norm, rotary
 from hmt.models.decoder import Decoder, attention_block, ffn_block
-from hmt.models.state_space import mamba2
+from hmt.models.state_space.sizes import mamba2
 
 
 class FalconH1(Decoder):

@@ -10,7 +10,7 @@ from hmt.layers import Mamba2, ResidualFFN
 from hmt.models.config import Config, attention, gated_ffn, layer_kinds, norm, rotary
 from hmt.models.decoder import attention_block, ffn_block
 from hmt.models.hybrid import Hybrid
-from hmt.models.state_space import mamba2
+from hmt.models.state_space.sizes import mamba2
 
 
 class Bamba(Hybrid):

@@ -15,16 +15,16 @@ from hmt.layers import (
     BiasedSigmoidRouter,
     GatedFFN,
     Mamba2,
+    NoRotary,
     ResidualFFN,
     RMSNorm,
     add_routed_experts,
     request_experts,
-    unturned,
 )
 from hmt.models.config import Config, check_experts, head_dim, layer_kinds, require
 from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
 from hmt.models.hybrid import convolution_taps
-from hmt.models.state_space import checked
+from hmt.models.state_space.sizes import checked
 
 
 class NemotronH(Decoder):
@@ -48,7 +48,7 @@ class NemotronH(Decoder):
             config.num_attention_heads,
             config.num_key_value_heads,
             dim,
-            unturned(dim),
+            NoRotary(dim, config.max_position_embeddings),
             self.norm,
             dim**-0.5,
         )

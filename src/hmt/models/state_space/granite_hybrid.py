@@ -11,11 +11,11 @@ from hmt.contracts.blocks import BlockSpec, ParamSpec
 from hmt.layers import (
     GatedFFN,
     Mamba2,
+    NoRotary,
     Params,
     ResidualFFN,
     RMSNorm,
     SoftmaxRouter,
-    unturned,
 )
 from hmt.models.config import (
     Config,
@@ -28,7 +28,7 @@ from hmt.models.config import (
 )
 from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
 from hmt.models.hybrid import Hybrid
-from hmt.models.state_space import mamba2
+from hmt.models.state_space.sizes import mamba2
 
 
 class GraniteHybrid(Hybrid):
@@ -50,13 +50,16 @@ class GraniteHybrid(Hybrid):
                 "computes this family with a positive one and one that is not 0"
             )
         hidden, turned = config.hidden_size, config.position_embedding_type == "rope"
-        if not turned:
+        if turned:
+            turning = rotary(config)
+        else:
             config.rope_parameters = None
+            turning = NoRotary(head_dim(config), config.max_position_embeddings)
         self.norm = RMSNorm(hidden, config.rms_norm_eps / factor**2)
         bias = config.attention_bias
         self.attention = attention(
             config,
-            rotary(config) if turned else unturned(head_dim(config)),
+            turning,
             norm=self.norm,
             scale=float(config.attention_multiplier),
             bias=bias,
