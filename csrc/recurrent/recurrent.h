@@ -24,11 +24,12 @@ struct StateRuns {
   size_t count;
 };
 
-// out[t, c] = the sum over i of weight[c, i] x[t - width + 1 + i, c], the oldest product first; its
-// silu if `gated`.
+// out[t, c] = bias[c] plus the sum over i of weight[c, i] x[t - width + 1 + i, c], the bias first, then
+// the oldest product; its silu if `gated`.
 //
 // x       [tokens, channels] of `type`, rows `stride` numbers apart
 // weight  f32 [channels, width], contiguous
+// bias    f32 [channels], or null, which is 0
 // tails   f32 [slots, width - 1, channels], slots `slot_stride` numbers apart: what came before x
 // out     [tokens, channels] of `type`, contiguous
 struct CausalConv {
@@ -37,6 +38,7 @@ struct CausalConv {
   const void* x;
   size_t stride;
   const float* weight;
+  const float* bias;
   float* tails;
   size_t slot_stride;
   void* out;

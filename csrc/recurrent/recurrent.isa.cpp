@@ -36,8 +36,9 @@ void conv_lanes(const CausalConv& p, const StateRun& run, size_t first, size_t l
       taps[i][lane] = lane < count ? p.weight[(c + lane) * p.width + i] : 0.0f;
     }
   }
+  const F16v bias = p.bias ? read<F32Numbers>(p.bias + c, count) : zero();
   for (size_t t = first; t < last; ++t) {
-    F16v total = zero();
+    F16v total = bias;
     for (ptrdiff_t i = 0; i <= before; ++i) {
       const ptrdiff_t at = static_cast<ptrdiff_t>(t) - before + i;
       total = fma(row_at<Numbers>(p, run, at, c, count), load(taps[i]), total);

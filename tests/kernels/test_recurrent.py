@@ -123,10 +123,13 @@ def test_convolution_is_torchs(kernels: Backend, width: int, dtype: torch.dtype)
         tails = torch.full((2, width - 1, channels), NAN)
         runs = [StateRun(1, 0, 12, True), StateRun(0, 12, 18, True)]
         gated = channels != 67
-        found = kernels.causal_conv(x, weight, tails, runs, gated=gated)
+        bias = torch.randn(channels, generator=generator).to(dtype) if width % 2 else None
+        found = kernels.causal_conv(x, weight, tails, runs, bias=bias, gated=gated)
         for run in runs:
             padded = functional.pad(x[run.tokens].double().T, (width - 1, 0))
-            wide = functional.conv1d(padded, weight.double()[:, None], groups=channels)
+            added = None if bias is None else bias.double()
+            taps = weight.double()[:, None]
+            wide = functional.conv1d(padded, taps, added, groups=channels)
             wanted = (functional.silu(wide) if gated else wide).T
             near = 2e-6 if dtype is torch.float32 else 8e-3
             assert float((found[run.tokens].double() - wanted).abs().max()) <= near * 8

@@ -81,6 +81,8 @@ attention_inputs = by_device_of("hidden", reference.attention_inputs)
 
 causal_conv = by_device_of("x", reference.causal_conv)
 gated_delta_rule = by_device_of("qkv", reference.gated_delta_rule)
+state_space_scan = by_device_of("x", reference.state_space_scan)
+time_steps = by_device_of("raw", reference.time_steps)
 
 softmax_topk = by_device_of("logits", reference.softmax_topk)
 grouped_softmax_topk = by_device_of("logits", reference.grouped_softmax_topk)
@@ -135,7 +137,11 @@ def feed_forward(
         feed_forward(moved, None if x is None else x.to(where), params, layer)
         hidden.copy_(moved)
         return
-    backend_of(hidden).feed_forward(hidden, x, params, layer)
+    backend = backend_of(hidden)
+    if layer.is_usual and "gate_proj" in params:
+        backend.feed_forward(hidden, x, params, layer)
+    else:  # for which no backend has a kernel of its own
+        reference.feed_forward(hidden, x, params, layer, backend)
 
 
 def kernel_seconds() -> float:

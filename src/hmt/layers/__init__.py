@@ -5,6 +5,7 @@ from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
 from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.mamba2 import Mamba2
 from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
     BiasedSigmoidRouter,
@@ -19,6 +20,13 @@ from hmt.layers.moe import (
     router_inputs,
 )
 from hmt.layers.norm import RMSNorm
-from hmt.layers.rope import Rotary, border_of, check_options, common_border, yarn_mscale
+from hmt.layers.rope import (
+    NoRotary,
+    Rotary,
+    border_of,
+    check_options,
+    common_border,
+    yarn_mscale,
+)
 from hmt.layers.short_conv import ShortConv
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers

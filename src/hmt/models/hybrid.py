@@ -12,6 +12,7 @@ from hmt.layers import (
     GatedAttention,
     GatedDeltaNet,
     GatedFFN,
+    Mamba2,
     Params,
     ResidualFFN,
     RMSNorm,
@@ -36,7 +37,7 @@ class Hybrid(Decoder):
 
     norm: RMSNorm
     attention: Attention | GatedAttention
-    recurrent: GatedDeltaNet | ShortConv
+    recurrent: GatedDeltaNet | Mamba2 | ShortConv
     ffn: ResidualFFN
     router: Router
     expert: GatedFFN

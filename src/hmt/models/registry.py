@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
-from hmt.base.log import warn_once
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
@@ -24,18 +23,24 @@ from hmt.models.qwen3 import Qwen3
 from hmt.models.qwen3_5 import Qwen35, Qwen35Moe
 from hmt.models.qwen3_moe import Qwen3Moe
 from hmt.models.qwen3_next import Qwen3Next
+from hmt.models.state_space import Bamba, FalconH1, GraniteHybrid, Mamba2LM, NemotronH
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
 _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
+    "BambaForCausalLM": ("bamba", Bamba),
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
+    "FalconH1ForCausalLM": ("falcon_h1", FalconH1),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
     "Lfm2ForCausalLM": ("lfm2", Lfm2),
     "Lfm2MoeForCausalLM": ("lfm2_moe", Lfm2Moe),
     "LlamaForCausalLM": ("llama", Llama),
+    "Mamba2ForCausalLM": ("mamba2", Mamba2LM),
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),
+    "NemotronHForCausalLM": ("nemotron_h", NemotronH),
     "Phi3ForCausalLM": ("phi3", Phi3),
     "Qwen2ForCausalLM": ("qwen2", Qwen2),
     "Qwen3ForCausalLM": ("qwen3", Qwen3),
@@ -168,6 +173,4 @@ def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Mod
             f"names {given}; HMT runs {', '.join(supported_architectures())}, and causal language "
             "models of the installed transformers library"
         )
-    model = _checked(fallback.Fallback(config, name, dtype))
-    warn_once(f"fallback {name}", f"{name} {fallback.REMARK}")
-    return model
+    return _checked(fallback.Fallback(config, name, dtype))

@@ -113,10 +113,16 @@ def test_convolution_is_torchs(device: torch.device, width: int, dtype: torch.dt
         weight = torch.randn(channels, width, generator=generator).to(dtype)
         tails = torch.full((2, width - 1, channels), NAN, device=device)
         runs = [StateRun(1, 0, 12, True), StateRun(0, 12, 18, True)]
-        found = kernels.causal_conv(x.to(device), weight.to(device), tails, runs, gated=gated).cpu()
+        bias = torch.randn(channels, generator=generator).to(dtype) if width > 2 else None
+        added = None if bias is None else bias.to(device)
+        found = kernels.causal_conv(
+            x.to(device), weight.to(device), tails, runs, bias=added, gated=gated
+        ).cpu()
         for run in runs:
             padded = functional.pad(x[run.tokens].double().T, (width - 1, 0))
-            wide = functional.conv1d(padded, weight.double()[:, None], groups=channels)
+            added = None if bias is None else bias.double()
+            taps = weight.double()[:, None]
+            wide = functional.conv1d(padded, taps, added, groups=channels)
             wanted = (functional.silu(wide) if gated else wide).T
             most = float(wanted.abs().max())
             error = float((found[run.tokens].double() - wanted).abs().max())

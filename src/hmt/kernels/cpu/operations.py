@@ -61,6 +61,8 @@ class CompiledOperations:
         self.rope = partial(elementwise.rope, native)
         self.rope_inplace = partial(elementwise.rope_inplace, native)
         self.stack = partial(stack.stack, native)
+        self.state_space_scan = partial(recurrent.state_space_scan, native)
+        self.time_steps = partial(recurrent.time_steps, native)
 
     def linear_into(self, out: Tensor, x: Tensor, w: WeightTensor) -> None:
         """`reference.linear_into`."""

@@ -26,14 +26,17 @@ def causal_conv(
     tails: Tensor,
     runs: Sequence[StateRun],
     *,
+    bias: Tensor | None = None,
     gated: bool = True,
 ) -> Tensor:
     """`reference.causal_conv` by the extension."""
     if x.dtype not in DTYPES or x.stride(1) != 1 or weight.shape[1] > _MOST_TAPS:
-        return reference.causal_conv(x, weight, tails, runs, gated=gated)
+        return reference.causal_conv(x, weight, tails, runs, bias=bias, gated=gated)
     channels, width = weight.shape
     assert x.shape[1] == channels and tails.shape[1:] == (width - 1, channels)
     taps, out = weight.float().contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    bias = None if bias is None else bias.float().contiguous()
+    assert bias is None or bias.shape == (channels,)
     with _advancing(tails, runs):
         native.causal_conv(
             x.data_ptr(),
@@ -42,6 +45,7 @@ def causal_conv(
             width,
             x.stride(0),
             taps.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
             tails.data_ptr(),
             _slot_stride(tails),
             out.data_ptr(),
@@ -97,6 +101,88 @@ def gated_delta_rule(
             torch.get_num_threads(),
         )
     return out
+
+
+def time_steps(
+    native: ModuleType,
+    raw: Tensor,
+    bias: Tensor,
+    decay_scale: Tensor,
+    shortest: float,
+    longest: float,
+) -> tuple[Tensor, Tensor]:
+    """`reference.time_steps` by the extension."""
+    if raw.dtype not in DTYPES:
+        return reference.time_steps(raw, bias, decay_scale, shortest, longest)
+    tokens, heads = raw.shape
+    raw, bias, scale = raw.contiguous(), bias.float().contiguous(), decay_scale.float().contiguous()
+    assert bias.shape == scale.shape == (heads,)
+    step, decay = torch.empty(2, tokens, heads).unbind()
+    native.time_steps(
+        raw.data_ptr(),
+        DTYPES[raw.dtype],
+        tokens,
+        heads,
+        bias.data_ptr(),
+        scale.data_ptr(),
+        shortest,
+        longest,
+        step.data_ptr(),
+        decay.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return step, decay
+
+
+def state_space_scan(
+    native: ModuleType,
+    x: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    decay: Tensor,
+    step: Tensor | None,
+    skip: Tensor | None,
+    states: Tensor,
+    runs: Sequence[StateRun],
+) -> Tensor:
+    """`reference.state_space_scan` by the extension."""
+    if x.dtype not in DTYPES:
+        return reference.state_space_scan(x, keys, queries, decay, step, skip, states, runs)
+    (tokens, heads, head_dim), (_, groups, state_dim) = x.shape, keys.shape
+    x, keys, queries = (_rows(part.to(x.dtype)) for part in (x, keys, queries))
+    decay = decay.float().contiguous()
+    step = None if step is None else step.float().contiguous()
+    skip = None if skip is None else skip.float().contiguous()
+    assert keys.shape == queries.shape == (tokens, groups, state_dim) and heads % groups == 0
+    assert decay.shape == (tokens, heads) and (step is None or step.shape == decay.shape)
+    assert skip is None or skip.shape == (heads,)
+    assert states.shape[1:] == (heads, state_dim, head_dim)
+    out = torch.empty(tokens, heads, head_dim, dtype=x.dtype)
+    with _advancing(states, runs):
+        native.state_space_scan(
+            DTYPES[x.dtype],
+            (groups, heads, state_dim, head_dim),
+            x.data_ptr(),
+            x.stride(0),
+            keys.data_ptr(),
+            keys.stride(0),
+            queries.data_ptr(),
+            queries.stride(0),
+            decay.data_ptr(),
+            0 if step is None else step.data_ptr(),
+            0 if skip is None else skip.data_ptr(),
+            states.data_ptr(),
+            _slot_stride(states),
+            out.data_ptr(),
+            _numbers(runs),
+            torch.get_num_threads(),
+        )
+    return out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [tokens, heads, dim], copied unless a token's numbers are contiguous."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 @contextmanager

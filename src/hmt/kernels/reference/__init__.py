@@ -31,7 +31,13 @@ from hmt.kernels.reference.expert_cache import (
     divide_experts,
     fetch_experts,
 )
-from hmt.kernels.reference.experts import Expert, block_table, experts, scattered_experts
+from hmt.kernels.reference.experts import (
+    Expert,
+    block_table,
+    experts,
+    matrix_name,
+    scattered_experts,
+)
 from hmt.kernels.reference.graph_steps import (
     can_copy_pages,
     combine_parts,
@@ -73,6 +79,7 @@ from hmt.kernels.reference.routing import (
     softmax_topk,
 )
 from hmt.kernels.reference.sampling import LogitStats, draw, largest, logit_stats, support
+from hmt.kernels.reference.state_space import state_space_scan, time_steps
 from hmt.kernels.reference.sublayers import (
     AttentionInputs,
     FeedForward,

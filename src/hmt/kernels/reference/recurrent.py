@@ -60,24 +60,32 @@ def fixed_state_runs(where: torch.device, count: int) -> StateRuns | None:
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, tails: Tensor, runs: Sequence[StateRun], *, gated: bool = True
+    x: Tensor,
+    weight: Tensor,
+    tails: Tensor,
+    runs: Sequence[StateRun],
+    *,
+    bias: Tensor | None = None,
+    gated: bool = True,
 ) -> Tensor:
     """A causal convolution of each channel over time: [tokens, channels] in x.dtype.
 
     x        [tokens, channels]
     weight   [channels, width]; its last number belongs to the token itself
     tails    f32 [slots, width - 1, channels]: what came before, oldest first; changes
+    bias     [channels], added to each sum; None: 0
     gated    its silu is the result
-    Computed in f32, the oldest product first.
+    Computed in f32, the bias first, then the oldest product.
     """
     taps, before = weight.float().T.contiguous(), weight.shape[1] - 1
     out = torch.empty_like(x)
+    constant = torch.zeros(1, device=x.device) if bias is None else bias.float()
     for run in runs:
         tail = tails[run.slot]
         known = torch.zeros_like(tail) if run.begins else tail
         rows = torch.cat((known, x[run.tokens].float()))  # [width - 1 + length, channels]
-        total = rows[: run.length] * taps[0]
-        for tap in range(1, before + 1):
+        total = constant
+        for tap in range(before + 1):
             total = total + rows[tap : tap + run.length] * taps[tap]
         out[run.tokens] = (total * sigmoid(total) if gated else total).to(x.dtype)
         if run.advances:
@@ -115,7 +123,7 @@ def gated_delta_rule(
     shared = heads.heads // heads.key_heads
     query, key = query.repeat_interleave(shared, 1), key.repeat_interleave(shared, 1)
     value = value.unflatten(1, (heads.heads, -1))
-    stays = _softplus(decay.float() + decay_bias.float())
+    stays = softplus(decay.float() + decay_bias.float())
     stays = (-decay_scale.float().exp() * stays).exp()
     learns = sigmoid(rate)
     out = torch.empty_like(value)
@@ -132,7 +140,7 @@ def gated_delta_rule(
     return out.to(qkv.dtype)
 
 
-def _softplus(x: Tensor) -> Tensor:
+def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)), of functions that round a number alike wherever it stands: see `sigmoid`."""
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 

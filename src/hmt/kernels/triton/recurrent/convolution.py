@@ -40,9 +40,9 @@ def _finished(total, GATED: tl.constexpr):
 
 @triton.jit
 def _conv_kernel(
-    x, weight, tails, out, table, x_stride, channels, slot_stride,
+    x, weight, bias, tails, out, table, x_stride, channels, slot_stride,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BIASED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A tile of TOKENS tokens and CHANNELS channels of one run."""
     next_may_begin(DEPENDENT)
@@ -56,6 +56,8 @@ def _conv_kernel(
         x += offset * x_stride
         tails += slot * slot_stride
         total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+        if BIASED:
+            total += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)
         for tap in range(WIDTH):
             row = _row(
                 x, tails, token - (WIDTH - 1) + tap, inside, x_stride, channels, channel, begins,
@@ -90,8 +92,9 @@ def _tail_kernel(
 
 @triton.jit
 def _single_kernel(
-    x, weight, tails, out, table, x_stride, channels, slot_stride,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, weight, bias, tails, out, table, x_stride, channels, slot_stride,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The only token of a run, and what stays of it, of CHANNELS channels."""
     next_may_begin(DEPENDENT)
@@ -104,6 +107,8 @@ def _single_kernel(
         kept = channel < channels * advances
         own = tl.load(x + offset * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
         total = tl.zeros((CHANNELS,), tl.float32)
+        if BIASED:
+            total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
         for tap in range(WIDTH):
             row = own
             if tap < WIDTH - 1:
@@ -123,15 +128,23 @@ def _single_kernel(
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, tails: Tensor, runs: Sequence[StateRun], *, gated: bool = True
+    x: Tensor,
+    weight: Tensor,
+    tails: Tensor,
+    runs: Sequence[StateRun],
+    *,
+    bias: Tensor | None = None,
+    gated: bool = True,
 ) -> Tensor:
     """See `reference.causal_conv`: [tokens, channels] in x.dtype; changes tails."""
     if x.dtype not in _DTYPES:
-        return reference.causal_conv(x, weight, tails, runs, gated=gated)
+        return reference.causal_conv(x, weight, tails, runs, bias=bias, gated=gated)
     channels, width = weight.shape
     assert x.shape[1] == channels and tails.shape[1:] == (width - 1, channels)
+    assert bias is None or bias.shape == (channels,)
     assert tails.dtype is torch.float32 and tails[0].is_contiguous()
     x, weight = x if x.stride(1) == 1 else x.contiguous(), weight.contiguous()
+    biased, bias = bias is not None, weight if bias is None else bias.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     held, pdl = device_state_runs(runs, x.device), dependent(x.device)
     if not held.count or not held.tokens or not channels:
@@ -140,14 +153,16 @@ def causal_conv(
     if held.tokens == 1:
         blocks = triton.cdiv(channels, _SINGLE_CHANNELS)
         _single_kernel[(blocks, held.count)](
-            x, weight, tails, out, held.table, *sizes,
-            WIDTH=width, CHANNELS=_SINGLE_CHANNELS, GATED=gated, num_warps=2, **pdl,
+            x, weight, bias, tails, out, held.table, *sizes,
+            WIDTH=width, CHANNELS=_SINGLE_CHANNELS, GATED=gated, BIASED=biased, num_warps=2,
+            **pdl,
         )  # fmt: skip
         return out
     blocks, tiles = triton.cdiv(channels, _CHANNELS), triton.cdiv(held.tokens, _TOKENS)
     _conv_kernel[(blocks, tiles, held.count)](
-        x, weight, tails, out, held.table, *sizes,
-        WIDTH=width, TOKENS=_TOKENS, CHANNELS=_CHANNELS, GATED=gated, num_warps=4, **pdl,
+        x, weight, bias, tails, out, held.table, *sizes,
+        WIDTH=width, TOKENS=_TOKENS, CHANNELS=_CHANNELS, GATED=gated, BIASED=biased,
+        num_warps=4, **pdl,
     )  # fmt: skip
     blocks = triton.cdiv(channels, _SINGLE_CHANNELS)
     _tail_kernel[(blocks, held.count)](
