@@ -1,6 +1,7 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
+from hmt.layers.delta_attention import DeltaAttention
 from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
@@ -19,6 +20,13 @@ from hmt.layers.moe import (
     router_inputs,
 )
 from hmt.layers.norm import RMSNorm
-from hmt.layers.rope import Rotary, border_of, check_options, common_border, yarn_mscale
+from hmt.layers.rope import (
+    NoRotary,
+    Rotary,
+    border_of,
+    check_options,
+    common_border,
+    yarn_mscale,
+)
 from hmt.layers.short_conv import ShortConv
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.model import RotaryBorder
@@ -114,6 +115,18 @@ class Rotary:
             frequencies = self.frequencies(limit + long)
             self._kept[key] = torch.cat((frequencies, frequencies)).to(device)
         return self._kept[key]
+
+
+class NoRotary(Rotary):
+    """Positions that turn nothing: the order of tokens is known from other layers (NoPE)."""
+
+    def __init__(self, dim: int, max_positions: int) -> None:
+        """`dim` numbers of each head could turn."""
+        super().__init__(dim, {"rope_type": "default", "rope_theta": 1.0}, max_positions)
+
+    @override
+    def frequencies(self, context: int) -> Tensor:
+        return torch.zeros((self._dim + 1) // 2)
 
 
 def border_of(parameters: Parameters, max_positions: int) -> RotaryBorder | None:

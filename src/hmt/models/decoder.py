@@ -41,8 +41,11 @@ class Decoder(ABC, Model):
         ignored: Sequence[str] = (),
         state: Sequence[LayerState] = (),
         norm_name: str = "model.norm.weight",
+        table_name: str = _TABLE,
     ) -> None:
-        """`norm` is the final norm, called `norm_name` in checkpoints; the rest is as in ModelSpec.
+        """`norm` is the final norm; it and the embedding have these names in checkpoints.
+
+        The rest is as in ModelSpec.
 
         `kv` has one entry per layer; `router` is that of layers with experts, whose blocks come
         from `router_block`.
@@ -60,9 +63,9 @@ class Decoder(ABC, Model):
             vocab_size=config.vocab_size,
             max_context=max_context(config),
             blocks=(
-                _embedding(config),
+                _embedding(config, table_name),
                 *(block for index in range(layers) for block in self.layer_params(index)),
-                *_head(config, norm, norm_name),
+                *_head(config, norm, norm_name, table_name),
             ),
             kv=tuple(kv),
             activation_width=activation_width,
@@ -183,18 +186,18 @@ def head_chunk_rows(vocab_size: int, hidden_size: int) -> int:
     return round_up(max(1, min(by_bytes, -(-vocab_size // 4))), 128)
 
 
-def _embedding(config: Config) -> BlockSpec:
+def _embedding(config: Config, name: str) -> BlockSpec:
     shape = (config.vocab_size, config.hidden_size)
-    sources = (_TABLE, _OUTPUT) if config.tie_word_embeddings else (_TABLE,)
+    sources = (name, _OUTPUT) if config.tie_word_embeddings else (name,)
     table = ParamSpec("weight", shape, sources, Role.TABLE)
     return BlockSpec(_EMBEDDING, (table,))
 
 
-def _head(config: Config, norm: RMSNorm, norm_name: str) -> Iterator[BlockSpec]:
+def _head(config: Config, norm: RMSNorm, norm_name: str, table_name: str) -> Iterator[BlockSpec]:
     vocab, hidden = config.vocab_size, config.hidden_size
     # A head in the file is the head, also where the configuration ties it to the embedding, as in
     # transformers.
-    sources = (_OUTPUT, _TABLE) if config.tie_word_embeddings else (_OUTPUT,)
+    sources = (_OUTPUT, table_name) if config.tie_word_embeddings else (_OUTPUT,)
     step = head_chunk_rows(vocab, hidden)
     for index, first in enumerate(range(0, vocab, step)):
         rows = (first, min(first + step, vocab))
