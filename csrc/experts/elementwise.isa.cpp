@@ -25,6 +25,8 @@ void activate(float* x, size_t count, Activation activation) {
       return change(x, count, [](F16v a) { return gelu_tanh(a); });
     case Activation::kClampedSwish:
       return change(x, count, [](F16v a) { return clamped_swish(a); });
+    case Activation::kRelu:
+      return change(x, count, [](F16v a) { return relu(a); });
   }
 }
 

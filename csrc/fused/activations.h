@@ -41,6 +41,8 @@ HMT_INLINE F16v silu(F16v x) {
   return div(x, add(set1(1.0f), exp_full(sub(zero(), x))));
 }
 
+HMT_INLINE F16v relu(F16v x) { return max(zero(), x); }  // in this order NaN stays
+
 // gpt-oss: what it does to a gate, and to what goes through the gate.
 HMT_INLINE F16v clamped_swish(F16v x) {
   const F16v y = min(set1(7.0f), x);  // in this order NaN stays

@@ -13,6 +13,7 @@ enum class Activation : int {
   kGelu,      // x / 2 (1 + erf(x / sqrt 2))
   kGeluTanh,  // x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
   kClampedSwish,  // y / (1 + e^-1.702y), y = min(x, 7); `up` becomes 1 + max(-7, min(up, 7))
+  kRelu,  // max(x, 0)
 };
 
 // gate, up and out are [tokens, width] of `type`, with row strides in numbers.

@@ -18,8 +18,10 @@ from hmt.kernels.cpu import extension
 from hmt.planner import PlanOptions, smallest_budget
 
 TOLERANCE = 1e-4
-KIMI = ("kimi_linear", "bailing_hybrid")
 OPTIONS = {"dtype": "float32", "context": 64, "max_prefill_tokens": 16, "max_batch": 1}
+# Of these transformers computes recurrent state by chunks.
+CHUNKED = ("qwen3_next", "qwen3_5", "mamba", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h")
+CHUNKED += ("kimi_linear", "bailing_hybrid")
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
@@ -36,8 +38,8 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
     config = EngineConfig.resolve(host_memory="64MiB", **OPTIONS)
     least = smallest_budget(prepare(tmp_path, config).demand, PlanOptions(0, 64, 16))
     found, kind = [], case.config.model_type
-    delta = any(name in kind for name in ("qwen3_next", "qwen3_5", *KIMI))
-    apart = delta or any(name in kind for name in ("deepseek", "lfm2"))
+    chunked = any(name in kind for name in CHUNKED)
+    apart = chunked or any(name in kind for name in ("deepseek", "lfm2"))
     ways = [(1 << 26, "overlapped"), (least, "overlapped")]
     ways += [((1 << 26, least)[case.seed % 2], "plain")]  # a family has variants of both kinds
     for budget, executor in ways:
@@ -49,7 +51,7 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
                 assert together == (budget > least and not apart and extension.load() is not None)
             found.append(model.logits(tokens, range(len(tokens)), prefill=PROMPT_TOKENS))
     # As in test_parity: of models with recurrent state, transformers computes chunks otherwise.
-    atol = TOLERANCE * (max(1.0, float(wanted.std())) if delta else 1)
+    atol = TOLERANCE * (max(1.0, float(wanted.std())) if chunked else 1)
     torch.testing.assert_close(found[0], wanted, atol=atol, rtol=0)
     for other in found[1:]:
         assert torch.equal(found[0], other)

@@ -136,13 +136,15 @@ def _cuts_of(sample: Mapping[str, WeightTensor], address: int) -> Cuts | None:
 
     Not those with biases: down's would be added by both who compute a part.
     """
-    gate, down = sample["gate_proj"], sample["down_proj"]
-    width, rows = gate.shape[0], max(_CUT_ROWS, down.group_size)
+    up, down = sample["up_proj"], sample["down_proj"]
+    width, rows = up.shape[0], max(_CUT_ROWS, down.group_size)
     panels = all(w.encoding.packing is Packing.PANELS for w in sample.values())
     if not panels or width % rows or width // rows < 2 or rows % (down.group_size or 1):
         return None
     regions = []
     for name in ("gate_proj", "up_proj", "down_proj"):
+        if name not in sample:
+            continue  # a gate that is up_proj
         w = sample[name]
         for part in (w.data, w.scales, w.zeros, w.minima):
             if part is None:

@@ -137,7 +137,11 @@ def feed_forward(
         feed_forward(moved, None if x is None else x.to(where), params, layer)
         hidden.copy_(moved)
         return
-    backend_of(hidden).feed_forward(hidden, x, params, layer)
+    backend = backend_of(hidden)
+    if layer.is_usual and "gate_proj" in params:
+        backend.feed_forward(hidden, x, params, layer)
+    else:  # for which no backend has a kernel of its own
+        reference.feed_forward(hidden, x, params, layer, backend)
 
 
 def kernel_seconds() -> float:

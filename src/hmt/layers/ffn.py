@@ -15,8 +15,9 @@ from hmt.layers.norm import RMSNorm
 class GatedFFN:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202).
 
-    activation   "silu", "gelu", "gelu_tanh", or gpt-oss' "clamped_swish"
+    activation   "silu", "gelu", "gelu_tanh", "relu", or gpt-oss' "clamped_swish"
     prefix       of local names, where a block holds other parameters of the same kind
+    own_gate     Otherwise up is the gate as well: with "relu" that is the square of relu(up(x)).
     """
 
     hidden_size: int
@@ -24,6 +25,7 @@ class GatedFFN:
     activation: str
     bias: bool = False
     prefix: str = ""
+    own_gate: bool = True
 
     @property
     def activation_width(self) -> int:
@@ -36,8 +38,9 @@ class GatedFFN:
         """Parameters, called `at` + `names` in the checkpoint for gate, up and down."""
         hidden, width = self.hidden_size, self.width
         gate, up, down = (at + name for name in names)
+        own = linear_params(f"{self.prefix}gate_proj", width, hidden, gate, bias=self.bias)
         return (
-            *linear_params(f"{self.prefix}gate_proj", width, hidden, gate, bias=self.bias),
+            *(own if self.own_gate else ()),
             *linear_params(f"{self.prefix}up_proj", width, hidden, up, bias=self.bias),
             *linear_params(f"{self.prefix}down_proj", hidden, width, down, bias=self.bias),
         )
@@ -45,7 +48,11 @@ class GatedFFN:
     def __call__(self, x: Tensor, params: Params) -> Tensor:
         """x [tokens, hidden_size] to [tokens, hidden_size]."""
         names = (f"{self.prefix}gate_proj", f"{self.prefix}up_proj")
-        hidden = fused_ops.linear_gated(x, params, names, self.activation)
+        if self.own_gate:
+            hidden = fused_ops.linear_gated(x, params, names, self.activation)
+        else:
+            up = project(x, params, names[1])
+            hidden = ops.gated(up, up, self.activation)
         return project(hidden, params, f"{self.prefix}down_proj")
 
 
@@ -54,18 +61,21 @@ class ResidualFFN:
     """A dense layer's second half: a norm, the network, and their result added to what came in.
 
     post_norm   the network's result is normed too, before it is added (Gemma)
+    factors     what the gate is multiplied with before its activation, and the network's result
     layer       what kernels need to know of all this
     """
 
     ffn: GatedFFN
     norm: RMSNorm
     post_norm: bool = False
+    factors: tuple[float, float] = (1.0, 1.0)
     layer: ops.FeedForward = field(init=False)
 
     def __post_init__(self) -> None:
         assert not self.ffn.prefix
         norm = self.norm.options
-        layer = ops.FeedForward(self.ffn.activation, norm, norm if self.post_norm else None)
+        post_norm = norm if self.post_norm else None
+        layer = ops.FeedForward(self.ffn.activation, norm, post_norm, *self.factors)
         object.__setattr__(self, "layer", layer)
 
     @property

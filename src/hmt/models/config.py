@@ -40,6 +40,7 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
 }
 _COUNTS = (
     "hidden_size",
@@ -47,6 +48,16 @@ _COUNTS = (
     "intermediate_size",
     "kv_lora_rank",
     "linear_head_dim",
+    "mamba_d_conv",
+    "mamba_d_head",
+    "mamba_d_ssm",
+    "mamba_d_state",
+    "mamba_dt_rank",
+    "mamba_expand",
+    "mamba_head_dim",
+    "mamba_n_groups",
+    "mamba_n_heads",
+    "mamba_num_heads",
     "linear_key_head_dim",
     "linear_num_heads",
     "linear_num_key_heads",
@@ -54,10 +65,14 @@ _COUNTS = (
     "linear_value_head_dim",
     "max_position_embeddings",
     "moe_intermediate_size",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "n_groups",
     "n_routed_experts",
     "num_attention_heads",
     "num_experts",
     "num_experts_per_tok",
+    "num_heads",
     "num_hidden_layers",
     "num_key_value_heads",
     "num_local_experts",
@@ -65,11 +80,16 @@ _COUNTS = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "shared_expert_intermediate_size",
+    "shared_intermediate_size",
     "sliding_window",
+    "ssm_state_size",
+    "state_size",
+    "time_step_rank",
     "v_head_dim",
     "vocab_size",
 )
 _PARTIAL = (
+    "bamba",
     "phi3",
     "qwen3_next",
     "qwen3_5_text",
@@ -80,6 +100,8 @@ _MOST = {"num_hidden_layers": 1 << 13, "vocab_size": 1 << 26, "max_position_embe
 _MOST |= {"sliding_window": 1 << 40}
 _MOST_ELSE = 1 << 22
 _MOST_BLOCKS = 1 << 20
+_MAY_BE_NONE = ("num_experts_per_tok", "num_local_experts")  # as in a Granite without experts
+_NO_POSITIONS = 1 << 20  # what GGUF files of such models say
 
 
 def read_config(config: Mapping[str, Any], model_type: str) -> Config:
@@ -90,10 +112,10 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
     """
     read = as_transformers_reads(config, model_type)
     check_counts(read)
-    if read.num_attention_heads % read.num_key_value_heads:
+    heads = getattr(read, "num_attention_heads", 0)  # none: a model without attention
+    if heads and heads % read.num_key_value_heads:
         raise CheckpointError(
-            f"{read.num_attention_heads} query heads cannot share {read.num_key_value_heads} "
-            "key-value heads evenly"
+            f"{heads} query heads cannot share {read.num_key_value_heads} key-value heads evenly"
         )
     return read
 
@@ -114,11 +136,25 @@ def as_transformers_reads(config: Mapping[str, Any], model_type: str) -> Config:
     # transformers warns of the old name, also where it says nothing.
     given = {k: value for k, value in config.items() if k != "rope_scaling" or value is not None}
     try:
-        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(given))
+        return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(given)))
     except Exception as error:  # transformers validates with errors of many kinds
         raise CheckpointError(
             f"transformers cannot read it as {model_type!r}: {first_line(error)}"
         ) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """A parsed config.json with the numbers that transformers writes as {"__float__": "Infinity"}.
+
+    JSON has no name for them.
+    """
+    if isinstance(value, list):
+        return [_with_floats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {name: _with_floats(one) for name, one in value.items()}
 
 
 def check_counts(config: Config, *, no_window: int | None = None) -> None:
@@ -134,9 +170,9 @@ def check_counts(config: Config, *, no_window: int | None = None) -> None:
             continue
         if name == "sliding_window" and value == no_window:
             continue
-        most = _MOST.get(name, _MOST_ELSE)
-        if isinstance(value, int) and not 1 <= value <= most:
-            raise CheckpointError(f"{name} is {value}; it must be from 1 to {most}")
+        least, most = int(name not in _MAY_BE_NONE), _MOST.get(name, _MOST_ELSE)
+        if isinstance(value, int) and not least <= value <= most:
+            raise CheckpointError(f"{name} is {value}; it must be from {least} to {most}")
     layers = getattr(config, "num_hidden_layers", None) or 1
     experts = max(getattr(config, name, None) or 1 for name in _EXPERTS)
     if layers * experts > _MOST_BLOCKS:
@@ -221,19 +257,21 @@ def _check_partial(config: Config, parameters: Mapping[str, Any]) -> None:
 
 
 def rotaries(config: Config) -> list[Rotary]:
-    """Rotary positions of all layer types; none where no layer turns anything."""
-    if not rotary_parameters(config):
-        return []
-    if "rope_type" in config.rope_parameters:
+    """Rotary positions of all layer types; none where attention knows no positions."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters:
         return [rotary(config)]
-    return [rotary(config, layer_type) for layer_type in sorted(config.rope_parameters)]
+    return [rotary(config, layer_type) for layer_type in sorted(parameters)]
 
 
 def max_context(config: Config) -> int:
     """Positions that the model can tell apart.
 
     With "dynamic" rotary positions the configuration's number is that of the unscaled model.
+    Models of state spaces alone name no number, since they have no positions.
     """
+    if not hasattr(config, "max_position_embeddings"):
+        return _NO_POSITIONS
     stretch = [
         float(parameters["factor"])
         for parameters in rotary_parameters(config)

@@ -17,7 +17,7 @@ from hmt.layers import FusableLayer, FusedLayers, RMSNorm, Router, common_border
 from hmt.models.config import Config, max_context, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
-_TABLE, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_OUTPUT = "lm_head.weight"
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
 
 
@@ -41,16 +41,19 @@ class Decoder(ABC, Model):
         ignored: Sequence[str] = (),
         state: Sequence[LayerState] = (),
         norm_name: str = "model.norm.weight",
-        table_name: str = _TABLE,
+        table_name: str = "model.embed_tokens.weight",
+        embedding_factor: float = 1.0,
+        logit_factor: float = 1.0,
     ) -> None:
-        """`norm` is the final norm; it and the embedding have these names in checkpoints.
+        """`norm` is the final norm, called `norm_name` in checkpoints; the rest is as in ModelSpec.
 
-        The rest is as in ModelSpec.
-
+        `table_name` is the embedding's name there; embeddings and logits are multiplied with
+        `embedding_factor` and `logit_factor`.
         `kv` has one entry per layer; `router` is that of layers with experts, whose blocks come
         from `router_block`.
         """
         self.dtype = dtype
+        self._embedding_factor, self._logit_factor = embedding_factor, logit_factor
         self._norm = norm
         self._router = router
         self._rotaries = rotaries(config)  # of all layer types, for `angles`
@@ -70,7 +73,7 @@ class Decoder(ABC, Model):
             kv=tuple(kv),
             activation_width=activation_width,
             piece_width=piece_width,
-            attention_heads=config.num_attention_heads,
+            attention_heads=getattr(config, "num_attention_heads", 1),
             experts_per_token=0 if router is None else router.top_k,
             together=all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
@@ -108,7 +111,8 @@ class Decoder(ABC, Model):
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
-        return weights.rows(_EMBEDDING, "weight", step.token_ids).to(self.dtype)
+        rows = weights.rows(_EMBEDDING, "weight", step.token_ids).to(self.dtype)
+        return rows if self._embedding_factor == 1 else rows * self._embedding_factor
 
     @override
     def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
@@ -119,7 +123,7 @@ class Decoder(ABC, Model):
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         standing = weights.resident(self._head_chunks)
         if standing is not None:
-            return self._resident_head(hidden, standing, weights)
+            return self._scaled(self._resident_head(hidden, standing, weights))
         logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
         first = 0
         for chunk in self._head_chunks:
@@ -129,7 +133,10 @@ class Decoder(ABC, Model):
                 rows = params["weight"].shape[0]
                 ops.linear_into(logits[:, first : first + rows], hidden, params["weight"])
             first += rows
-        return logits.float()
+        return self._scaled(logits.float())
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        return logits if self._logit_factor == 1 else logits * self._logit_factor
 
     @override
     def angles(self, step: Step) -> tuple[int, ...]:
@@ -186,9 +193,9 @@ def head_chunk_rows(vocab_size: int, hidden_size: int) -> int:
     return round_up(max(1, min(by_bytes, -(-vocab_size // 4))), 128)
 
 
-def _embedding(config: Config, name: str) -> BlockSpec:
+def _embedding(config: Config, table_name: str) -> BlockSpec:
     shape = (config.vocab_size, config.hidden_size)
-    sources = (name, _OUTPUT) if config.tie_word_embeddings else (name,)
+    sources = (table_name, _OUTPUT) if config.tie_word_embeddings else (table_name,)
     table = ParamSpec("weight", shape, sources, Role.TABLE)
     return BlockSpec(_EMBEDDING, (table,))
 

@@ -15,6 +15,7 @@ from hmt.layers import (
     GatedAttention,
     GatedDeltaNet,
     GatedFFN,
+    Mamba2,
     Params,
     ResidualFFN,
     RMSNorm,
@@ -39,7 +40,7 @@ class Hybrid(Decoder):
 
     norm: RMSNorm
     attention: Attention | GatedAttention
-    recurrent: GatedDeltaNet | ShortConv
+    recurrent: GatedDeltaNet | Mamba2 | ShortConv
     ffn: ResidualFFN
     router: Router
     expert: GatedFFN

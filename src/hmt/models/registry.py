@@ -1,6 +1,6 @@
 """Which architectures run, and opening one."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,19 @@ from typing import Any
 import torch
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
-from hmt.base.log import warn_once
 from hmt.contracts.model import Model
-from hmt.models.config import read_config
+from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gpt_oss import GptOss
-from hmt.models.hybrid_families import HYBRIDS, Families
+from hmt.models.lfm2 import Lfm2, Lfm2Moe
+from hmt.models.linear_attention import (
+    BailingHybrid,
+    KimiLinear,
+    Qwen3Next,
+    Qwen35,
+    Qwen35Moe,
+)
 from hmt.models.llama import Llama
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import Mixtral
@@ -22,21 +28,33 @@ from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
 from hmt.models.qwen3_moe import Qwen3Moe
+from hmt.models.state_space import Bamba, FalconH1, GraniteHybrid, Mamba2LM, NemotronH
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
-_FAMILIES: Families = {
+_FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
+    "BailingHybridForCausalLM": ("bailing_hybrid", BailingHybrid),
+    "BambaForCausalLM": ("bamba", Bamba),
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
+    "FalconH1ForCausalLM": ("falcon_h1", FalconH1),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
+    "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
+    "KimiLinearForCausalLM": ("kimi_linear", KimiLinear),
+    "Lfm2ForCausalLM": ("lfm2", Lfm2),
+    "Lfm2MoeForCausalLM": ("lfm2_moe", Lfm2Moe),
     "LlamaForCausalLM": ("llama", Llama),
+    "Mamba2ForCausalLM": ("mamba2", Mamba2LM),
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),
+    "NemotronHForCausalLM": ("nemotron_h", NemotronH),
     "Phi3ForCausalLM": ("phi3", Phi3),
     "Qwen2ForCausalLM": ("qwen2", Qwen2),
     "Qwen3ForCausalLM": ("qwen3", Qwen3),
     "Qwen3MoeForCausalLM": ("qwen3_moe", Qwen3Moe),
-    **HYBRIDS,
+    "Qwen3NextForCausalLM": ("qwen3_next", Qwen3Next),
+    "Qwen3_5ForCausalLM": ("qwen3_5_text", Qwen35),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", Qwen35Moe),
 }
 # Text parts of multimodal models that compute, for text alone, what a family does.
 _ALIKE = {
@@ -162,6 +180,4 @@ def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Mod
             f"names {given}; HMT runs {', '.join(supported_architectures())}, and causal language "
             "models of the installed transformers library"
         )
-    model = _checked(fallback.Fallback(config, name, dtype))
-    warn_once(f"fallback {name}", f"{name} {fallback.REMARK}")
-    return model
+    return _checked(fallback.Fallback(config, name, dtype))

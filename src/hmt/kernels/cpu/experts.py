@@ -14,7 +14,7 @@ from torch import Tensor
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.linear import projections
-from hmt.kernels.reference.experts import Expert
+from hmt.kernels.reference.experts import Expert, matrix_name
 from hmt.kernels.weight_cache import WeightCache
 
 # The extension's own description of an expert, kept with its gate; None where it has none.
@@ -72,13 +72,15 @@ def native_expert(native: ModuleType, index: int, params: Mapping[str, WeightTen
 
     It borrows the memory of `params`.
     """
+    gate = params[matrix_name(params, "gate_proj")]
     try:
-        return _EXPERTS[params["gate_proj"]]
+        return _EXPERTS[gate]
     except KeyError:
-        expert = _EXPERTS[params["gate_proj"]] = _describe(native, index, params)
+        expert = _EXPERTS[gate] = _describe(native, index, params)
         return expert
 
 
 def _describe(native: ModuleType, index: int, params: Mapping[str, WeightTensor]) -> Any:
-    found, _ = projections(native, params, _NAMES)
+    names = tuple(matrix_name(params, name) for name in _NAMES)
+    found, _ = projections(native, params, names)
     return native.Expert(index, found) if found else None

@@ -31,7 +31,13 @@ from hmt.kernels.reference.expert_cache import (
     divide_experts,
     fetch_experts,
 )
-from hmt.kernels.reference.experts import Expert, block_table, experts, scattered_experts
+from hmt.kernels.reference.experts import (
+    Expert,
+    block_table,
+    experts,
+    matrix_name,
+    scattered_experts,
+)
 from hmt.kernels.reference.graph_steps import (
     can_copy_pages,
     combine_parts,

@@ -24,6 +24,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "clamped_swish": _clamped_swish,
+    "relu": functional.relu,
 }
 
 
@@ -121,7 +122,7 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, elementwise, in their dtype.
 
-    `activation` is "silu", "gelu", "gelu_tanh" or "clamped_swish", with which `up` becomes
+    `activation` is "silu", "gelu", "gelu_tanh", "relu" or "clamped_swish", with which `up` becomes
     1 + up, clamped to -7 and 7 before; ConfigError for anything else.
     """
     try:

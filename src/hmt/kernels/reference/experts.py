@@ -11,7 +11,13 @@ from hmt.kernels.reference.elementwise import gated
 from hmt.kernels.reference.matmul import linear
 
 # An expert's number, and its gate_proj, up_proj and down_proj, each with a `_bias` or without.
+# Where there is no gate_proj, up_proj is the gate as well: relu(u) u is the square of relu(u).
 Expert = tuple[int, Mapping[str, WeightTensor]]
+
+
+def matrix_name(params: Mapping[str, WeightTensor], name: str) -> str:
+    """The name of an expert's matrix `name` among its parameters."""
+    return "up_proj" if name == "gate_proj" and name not in params else name
 
 
 class _Reference:
@@ -48,6 +54,7 @@ def experts(
         total = torch.zeros(x.shape[0], width, dtype=torch.float32, device=x.device)
 
     def project(values: Tensor, params: Mapping[str, WeightTensor], name: str) -> Tensor:
+        name = matrix_name(params, name)
         bias = params.get(f"{name}_bias")
         out: Tensor = kernels.linear(values, params[name], None if bias is None else bias.data)
         return out

@@ -46,13 +46,22 @@ class AttentionInputs:
 class FeedForward:
     """Activation and norms of `feed_forward`; one for each kind of layer, kept.
 
-    activation   as for `gated`
-    post_norm    of the result, before it is added; None for none
+    activation    as for `gated`
+    post_norm     of the result, before it is added; None for none
+    gate_factor   what the gate is multiplied with before its activation
+    factor        what the result is multiplied with
     """
 
     activation: str
     norm: NormOptions
     post_norm: NormOptions | None = None
+    gate_factor: float = 1.0
+    factor: float = 1.0
+
+    @property
+    def is_usual(self) -> bool:
+        """Nothing is multiplied with a factor."""
+        return self.gate_factor == self.factor == 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +90,7 @@ class _Reference:
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     rms_norm_inplace = staticmethod(elementwise.rms_norm_inplace)
     rope_inplace = staticmethod(elementwise.rope_inplace)
+    gated = staticmethod(elementwise.gated)
     gated_pair = staticmethod(elementwise.gated_pair)
     linear = staticmethod(matmul.linear)
     linear_many = staticmethod(matmul.linear_many)
@@ -204,18 +214,31 @@ def feed_forward(
 
     hidden and x are [tokens, width] of one dtype, to which each sum is rounded; `hidden` changes,
     `x` may be None.  Uses `norm`, `gate_proj`, `up_proj`, `down_proj` with their biases, and
-    `post_norm` of `params`.
+    `post_norm` of `params`; without `gate_proj` that is `up_proj`, too.  Factors: see FeedForward.
     """
     norm, eps, offset = params["norm"].data, layer.norm.eps, layer.norm.offset
     if x is None:
         normed = kernels.rms_norm(hidden, norm, eps, offset=offset)
     else:
         normed = kernels.add_rms_norm(hidden, x, norm, eps, offset=offset)
-    inner = kernels.gated_pair(kernels.linear_many(normed, params, GATE_UP), layer.activation)
-    bias = params.get("down_proj_bias")
-    out = kernels.linear(inner, params["down_proj"], None if bias is None else bias.data)
+    if "gate_proj" in params:
+        pair = kernels.linear_many(normed, params, GATE_UP)
+        if layer.gate_factor != 1:
+            pair[:, : params["gate_proj"].shape[0]] *= layer.gate_factor
+        inner = kernels.gated_pair(pair, layer.activation)
+    else:
+        up = kernels.linear(normed, params["up_proj"], _bias(params, "up_proj"))
+        inner = kernels.gated(up, up, layer.activation)
+    out = kernels.linear(inner, params["down_proj"], _bias(params, "down_proj"))
+    if layer.factor != 1:
+        out = out * layer.factor
     if layer.post_norm is not None:
         out = kernels.rms_norm(
             out, params["post_norm"].data, layer.post_norm.eps, offset=layer.post_norm.offset
         )
     hidden += out
+
+
+def _bias(params: Mapping[str, WeightTensor], name: str) -> Tensor | None:
+    bias = params.get(f"{name}_bias")
+    return None if bias is None else bias.data

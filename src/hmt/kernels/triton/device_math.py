@@ -71,12 +71,14 @@ def key_index(key):
 
 @triton.jit
 def activated(values, ACTIVATION: tl.constexpr):
-    """Silu, gelu, gelu_tanh or clamped_swish of f32 values."""
+    """Silu, gelu, gelu_tanh, clamped_swish or relu of f32 values."""
     if ACTIVATION == "silu":
         out = values / (1.0 + tl.exp(-values))
     elif ACTIVATION == "clamped_swish":
         least = tl.where(values > 7.0, 7.0, values)  # which NaN passes
         out = least / (1.0 + tl.exp(-1.702 * least))
+    elif ACTIVATION == "relu":
+        out = tl.where(values < 0.0, 0.0, values)  # which NaN passes
     elif ACTIVATION == "gelu":
         out = 0.5 * values * (1.0 + tl.erf(values * 0.7071067811865476))
     else:

@@ -55,6 +55,8 @@ from hmt.kernels.triton.recurrent import (
     causal_conv,
     fixed_state_runs,
     gated_delta_rule,
+    state_space_scan,
+    time_steps,
     update_state_runs,
 )
 from hmt.kernels.triton.transfer.kv_repack import can_rewrite as can_copy_pages
@@ -122,7 +124,9 @@ __all__ = [
     "scattered_experts",
     "send_pages",
     "softmax_topk",
+    "state_space_scan",
     "take_from_host",
+    "time_steps",
     "update_runs",
     "update_state_runs",
 ]

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
-from hmt.base.log import logger
+from hmt.base.log import logger, warn_once
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.model import Model, ModelSpec
 from hmt.contracts.step import Segment, Step
@@ -94,6 +94,7 @@ class Fallback(Model):
         self._prepared = (None, torch.empty(0), [])
         self._known: Known = {}  # what calls hold, where layers compute
         self._try_behind()
+        warn_once(f"fallback {architecture}", f"{architecture} {REMARK}")
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:

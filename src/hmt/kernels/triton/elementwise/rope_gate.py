@@ -31,7 +31,7 @@ __all__ = [
     "rope_inplace",
 ]
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import Activations, Encoding, Packing, WeightTensor
-from hmt.kernels.reference.experts import Expert
+from hmt.kernels.reference.experts import Expert, matrix_name
 
 # Of each matrix, in the order of a table's rows; `expert_pairs` and `expert_tiles` count them.
 PARTS = ("data", "scales", "extra", "factor", "bias")
@@ -113,7 +113,7 @@ def planes_of(matrix: ExpertMatrix, dtype: torch.dtype) -> int:
 
 def describe(params: Mapping[str, WeightTensor], name: str, base: int = 0) -> ExpertMatrix:
     """What kernels have to know of a matrix whose expert begins at address `base`, or 0."""
-    w, parts = params[name], _parts(params, name)
+    w, parts = params[matrix_name(params, name)], _parts(params, name)
     offsets = tuple(part.data_ptr() - base if base and part is not None else 0 for part in parts)
     bias = parts[-1]
     return ExpertMatrix(
@@ -174,6 +174,7 @@ def _alignment(places: Sequence[int]) -> int:
 
 
 def _parts(params: Mapping[str, WeightTensor], name: str) -> tuple[Tensor | None, ...]:
+    name = matrix_name(params, name)
     w, bias = params[name], params.get(f"{name}_bias")
     extra = w.zeros if w.zeros is not None else w.minima
     return w.data, w.scales, extra, w.factor, None if bias is None else bias.data

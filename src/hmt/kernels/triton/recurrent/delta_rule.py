@@ -34,7 +34,7 @@ _STATE_NUMBERS = 2048
 
 
 @triton.jit
-def _softplus(x):
+def softplus(x):
     """log(1 + exp(x)) with a relative error of some 2^-23, also where it is small."""
     power = tl.exp(-tl.abs(x))
     # log(1 + y) = 2 artanh(y / (2 + y)); y / (2 + y) is at most 1/3.
@@ -78,7 +78,7 @@ def _gates(
     by_k = tl.rsqrt(tl.sum(k * k, 0) + _EPS)
     product = tl.sum(q * k, 0) * by_q * by_k
     if BOUND == 0.0:
-        stays = tl.exp(-scale * _softplus(decay.to(tl.float32) + bias))
+        stays = tl.exp(-scale * softplus(decay.to(tl.float32) + bias))
     else:
         stays = tl.exp(BOUND / (1.0 + tl.exp(-scale * (decay.to(tl.float32) + bias))))
     learns = MOST / (1.0 + tl.exp(-rate.to(tl.float32)))

@@ -12,7 +12,7 @@ from hmt.layers import DeltaAttention
 from hmt.models.config import Config, norm, require, rotary
 from hmt.models.deepseek import latent_scale
 from hmt.models.hybrid import convolution_taps
-from hmt.models.kimi_linear import LatentHybrid
+from hmt.models.linear_attention.kimi_linear import LatentHybrid
 
 _NAMES = {
     ".self_attn.o_proj.": ".attention.dense.",
