@@ -32,16 +32,17 @@ void bind_recurrent(nb::module_& m) {
     causal_conv(conv, {runs.data(), runs.size()}, threads);
   });
   m.def("gated_delta_rule",
-        [](Address qkv, int type, size_t tokens, size_t key_heads, size_t heads, size_t key_dim,
-           size_t value_dim, Address decay, Address rate, Address decay_scale, Address decay_bias,
-           Address states, size_t slot_stride, Address out, Address work,
-           const std::vector<size_t>& numbers, size_t threads) {
+        [](Address qkv, int type, size_t tokens, std::tuple<size_t, size_t, size_t, size_t> sizes,
+           bool by_channel, float bound, float most_rate, Address decay, Address rate,
+           Address decay_scale, Address decay_bias, Address states, size_t slot_stride,
+           Address out, Address work, const std::vector<size_t>& numbers, size_t threads) {
           const std::vector<StateRun> runs = runs_of(numbers);
+          const auto [key_heads, heads, key_dim, value_dim] = sizes;
           const DeltaRule rule{static_cast<DType>(type), tokens, key_heads, heads, key_dim,
-                               value_dim, at<const void>(qkv), at<const void>(decay),
-                               at<const void>(rate), at<const float>(decay_scale),
-                               at<const float>(decay_bias), at<float>(states), slot_stride,
-                               at<void>(out), at<float>(work)};
+                               value_dim, by_channel, bound, most_rate, at<const void>(qkv),
+                               at<const void>(decay), at<const void>(rate),
+                               at<const float>(decay_scale), at<const float>(decay_bias),
+                               at<float>(states), slot_stride, at<void>(out), at<float>(work)};
           Kernel kernel;
           gated_delta_rule(rule, {runs.data(), runs.size()}, threads);
         });

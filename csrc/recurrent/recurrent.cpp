@@ -43,6 +43,11 @@ void gated_delta_rule(const DeltaRule& rule, StateRuns runs, size_t threads) {
   share(rule.tokens, rows_per_grain(rule.work_row()), threads, [&](size_t begin, size_t end) {
     kernels.delta_inputs(rule, begin, end);
   });
+  if (rule.by_channel) {
+    // By head: one token has thousands of decays.
+    share(rule.tokens * rule.heads, rows_per_grain(8 * rule.key_dim), threads,
+          [&](size_t begin, size_t end) { kernels.delta_decays(rule, begin, end); });
+  }
   const size_t parts = pieces(rule.value_dim, kDeltaColumns);
   const size_t each = rule.heads * parts;  // of a run
   const size_t numbers = 2 * rule.key_dim * kDeltaColumns;

@@ -49,14 +49,19 @@ struct CausalConv {
 //   S = g S + k (b (v - g S k));  out = q S
 //
 // qkv     [tokens, 2 keys + values] of `type`, contiguous: queries, keys and values of all heads
-// decay   [tokens, heads] of `type`, contiguous: g = exp(-exp(decay_scale) softplus(decay + bias))
-// rate    the same: b is its sigmoid
+// decay   [tokens, decays()] of `type`, contiguous; g is one number for a head or, `by_channel`, one
+//         for each row of its state:
+//           g = exp(-exp(decay_scale) softplus(decay + bias)), or, with a `bound` below 0,
+//           g = exp(bound sigmoid(exp(decay_scale) (decay + bias)))
+// rate    [tokens, heads], the same: b is most_rate times its sigmoid
 // states  f32 [slots, heads, key_dim, value_dim], slots `slot_stride` numbers apart
 // out     [tokens, heads, value_dim] of `type`, contiguous
-// work    f32 [tokens, delta_work()]
+// work    f32 [tokens, work_row()]
 struct DeltaRule {
   DType type;
   size_t tokens, key_heads, heads, key_dim, value_dim;
+  bool by_channel;
+  float bound, most_rate;
   const void* qkv;
   const void* decay;
   const void* rate;
@@ -70,8 +75,9 @@ struct DeltaRule {
   size_t keys() const { return key_heads * key_dim; }
   size_t values() const { return heads * value_dim; }
   size_t row() const { return 2 * keys() + values(); }
+  size_t decays() const { return by_channel ? heads * key_dim : heads; }
   // Of a token: queries and keys of length 1, g and b.
-  size_t work_row() const { return 2 * keys() + 2 * heads; }
+  size_t work_row() const { return 2 * keys() + decays() + heads; }
 };
 
 // What a thread takes at a time.  Rows of thousands of channels are so many pages apart that 64
@@ -88,8 +94,10 @@ struct RecurrentKernels {
                size_t begin, size_t end);
   // What stays of these channels once the run's tokens are computed.
   void (*conv_tail)(const CausalConv& conv, const StateRun& run, size_t begin, size_t end);
-  // Queries, keys, g and b of tokens [begin, end).
+  // Queries, keys, b and, unless by channel, g of tokens [begin, end).
   void (*delta_inputs)(const DeltaRule& rule, size_t begin, size_t end);
+  // By channel: g of heads [begin, end), those of all tokens counted.
+  void (*delta_decays)(const DeltaRule& rule, size_t begin, size_t end);
   // Columns [begin, end) of a head's matrix, for all tokens of one run.
   void (*delta)(const DeltaRule& rule, const StateRun& run, size_t head, size_t begin, size_t end);
 };

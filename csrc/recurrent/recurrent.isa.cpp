@@ -88,6 +88,29 @@ HMT_INLINE void unit(const typename Numbers::Type* x, size_t count, float scale,
   }
 }
 
+// What is left of a state: `scale` is exp(decay_scale), and x what it goes with.
+HMT_INLINE float stays_of(const DeltaRule& p, float scale, float x) {
+  if (p.bound != 0.0f) return ::expf(p.bound / (1.0f + ::expf(-scale * x)));
+  const float softplus = (x > 0.0f ? x : 0.0f) + ::log1pf(::expf(x > 0.0f ? -x : x));
+  return ::expf(-scale * softplus);
+}
+
+// The same of sixteen.
+HMT_INLINE F16v stays_of(const DeltaRule& p, F16v scale, F16v x) {
+  if (p.bound != 0.0f) return exp(mul(set1(p.bound), sigmoid(mul(scale, x))));
+  // log(1 + y) = 2 artanh(y / (2 + y)), which also where y is small has all digits; y / (2 + y) is
+  // at most 1/3.
+  const F16v y = exp(sub(zero(), abs(x)));
+  const F16v s = div(y, add(set1(2.0f), y));
+  const F16v square = mul(s, s);
+  F16v series = set1(1.0f / 15.0f);
+  for (float odd = 13.0f; odd > 0.0f; odd -= 2.0f) {
+    series = fma(series, square, set1(1.0f / odd));
+  }
+  const F16v softplus = fma(add(s, s), series, max(x, zero()));
+  return exp(sub(zero(), mul(scale, softplus)));
+}
+
 template <typename Numbers>
 void inputs_as(const DeltaRule& p, size_t begin, size_t end) {
   using Type = typename Numbers::Type;
@@ -103,17 +126,17 @@ void inputs_as(const DeltaRule& p, size_t begin, size_t end) {
     const Type* decay = static_cast<const Type*>(p.decay) + t * p.heads;
     const Type* rate = static_cast<const Type*>(p.rate) + t * p.heads;
     float* stays = out + 2 * p.keys();
-    float* learns = stays + p.heads;
+    float* learns = stays + p.decays();
     for (size_t h = 0; h < p.heads; h += 16) {
       const size_t some = p.heads - h < 16 ? p.heads - h : 16;
+      const F16v most = set1(p.most_rate);
+      write<F32Numbers>(learns + h, some, mul(most, sigmoid(read<Numbers>(rate + h, some))));
+      if (p.by_channel) continue;
       float lanes[16];
       store(lanes, add(read<Numbers>(decay + h, some), read<F32Numbers>(p.decay_bias + h, some)));
       for (size_t i = 0; i < some; ++i) {
-        const float x = lanes[i];
-        const float softplus = (x > 0.0f ? x : 0.0f) + ::log1pf(::expf(x > 0.0f ? -x : x));
-        stays[h + i] = ::expf(-::expf(p.decay_scale[h + i]) * softplus);
+        stays[h + i] = stays_of(p, ::expf(p.decay_scale[h + i]), lanes[i]);
       }
-      write<F32Numbers>(learns + h, some, sigmoid(read<Numbers>(rate + h, some)));
     }
   }
 }
@@ -124,8 +147,27 @@ void delta_inputs(const DeltaRule& rule, size_t begin, size_t end) {
   });
 }
 
+void delta_decays(const DeltaRule& p, size_t begin, size_t end) {
+  with_numbers(p.type, [&](auto numbers) {
+    using Numbers = decltype(numbers);
+    using Type = typename Numbers::Type;
+    for (size_t i = begin; i < end; ++i) {
+      const size_t head = i % p.heads;
+      const Type* decay = static_cast<const Type*>(p.decay) + i * p.key_dim;
+      const float* bias = p.decay_bias + head * p.key_dim;
+      float* out = p.work + i / p.heads * p.work_row() + 2 * p.keys() + head * p.key_dim;
+      const F16v scale = set1(::expf(p.decay_scale[head]));
+      for (size_t c = 0; c < p.key_dim; c += 16) {
+        const size_t some = p.key_dim - c < 16 ? p.key_dim - c : 16;
+        const F16v x = add(read<Numbers>(decay + c, some), read<F32Numbers>(bias + c, some));
+        write<F32Numbers>(out + c, some, stays_of(p, scale, x));
+      }
+    }
+  });
+}
+
 // `Count` registers of columns; the last one has 16 if `Whole`, else `last`.
-template <typename Numbers, size_t Count, bool Whole>
+template <typename Numbers, size_t Count, bool Whole, bool ByChannel>
 void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t column,
                    size_t last) {
   using Type = typename Numbers::Type;
@@ -146,28 +188,28 @@ void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t 
     const float* work = p.work + t * p.work_row();
     const float* query = work + key_head * p.key_dim;
     const float* key = query + p.keys();
-    const float* gates = work + 2 * p.keys() + head;
-    const F16v stays = set1(gates[0]), learns = set1(gates[p.heads]);
+    const float* decays = work + 2 * p.keys() + (ByChannel ? head * p.key_dim : head);
+    const F16v stays = set1(decays[0]), learns = set1(work[2 * p.keys() + p.decays() + head]);
     const Type* value = static_cast<const Type*>(p.qkv) + t * p.row() + 2 * p.keys() +
                         head * p.value_dim + column;
     F16v known[Count], result[Count];
     for (F16v& one : known) one = zero();
     for (size_t i = 0; i < p.key_dim; ++i) {
-      const F16v k = set1(key[i]);
+      const F16v k = set1(ByChannel ? decays[i] * key[i] : key[i]);
       for (size_t c = 0; c < Count; ++c) {
         known[c] = fma(k, read<F32Numbers>(row(i, c), lanes(c)), known[c]);
       }
     }
     for (size_t c = 0; c < Count; ++c) {
-      const F16v missing = sub(read<Numbers>(value + 16 * c, lanes(c)), mul(stays, known[c]));
-      known[c] = mul(learns, missing);
+      const F16v left = ByChannel ? known[c] : mul(stays, known[c]);
+      known[c] = mul(learns, sub(read<Numbers>(value + 16 * c, lanes(c)), left));
       result[c] = zero();
     }
     for (size_t i = 0; i < p.key_dim; ++i) {
-      const F16v k = set1(key[i]), q = set1(query[i]);
+      const F16v k = set1(key[i]), q = set1(query[i]), g = ByChannel ? set1(decays[i]) : stays;
       for (size_t c = 0; c < Count; ++c) {
         float* place = row(i, c);
-        const F16v numbers = fma(k, known[c], mul(stays, read<F32Numbers>(place, lanes(c))));
+        const F16v numbers = fma(k, known[c], mul(g, read<F32Numbers>(place, lanes(c))));
         write<F32Numbers>(place, lanes(c), numbers);
         result[c] = fma(q, numbers, result[c]);
       }
@@ -179,21 +221,29 @@ void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t 
   }
 }
 
-void delta(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, size_t end) {
+template <bool ByChannel>
+void delta_as(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, size_t end) {
   with_numbers(p.type, [&](auto numbers) {
     using Numbers = decltype(numbers);
     if (end - begin == 16 * kRegisters) {
-      delta_columns<Numbers, kRegisters, true>(p, run, head, begin, 16);
+      delta_columns<Numbers, kRegisters, true, ByChannel>(p, run, head, begin, 16);
       return;
     }
     for (size_t c = begin; c < end; c += 16) {
-      delta_columns<Numbers, 1, false>(p, run, head, c, end - c < 16 ? end - c : 16);
+      const size_t last = end - c < 16 ? end - c : 16;
+      delta_columns<Numbers, 1, false, ByChannel>(p, run, head, c, last);
     }
   });
 }
 
+void delta(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, size_t end) {
+  p.by_channel ? delta_as<true>(p, run, head, begin, end)
+               : delta_as<false>(p, run, head, begin, end);
+}
+
 }  // namespace
 
-const RecurrentKernels recurrent_kernels = {conv, conv_tail, delta_inputs, delta};
+const RecurrentKernels recurrent_kernels = {conv, conv_tail, delta_inputs, delta_decays,
+                                             delta};
 
 }  // namespace hmt::HMT_ISA

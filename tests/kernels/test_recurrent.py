@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hmt.contracts.store import StateRun
@@ -17,8 +18,9 @@ from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.operations import CompiledOperations
 from hmt.kernels.reference import DeltaHeads
 
-# key heads, heads, key_dim, value_dim
+# key heads, heads, key_dim, value_dim; decays by channel, their bound, the largest rate
 SIZES = [(1, 1, 5, 3), (2, 6, 8, 70), (3, 3, 16, 64), (2, 4, 130, 128), (1, 2, 33, 17)]
+SIZES += [(3, 3, 16, 64, True), (2, 4, 37, 70, True, -5.0), (1, 2, 8, 5, False, 0.0, 2.0)]
 NAN = float("nan")
 
 
@@ -38,18 +40,18 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Backend]:
     native.set_isa(before)
 
 
-def inputs(sizes: tuple[int, ...], tokens: int, dtype: torch.dtype) -> tuple[DeltaHeads, list[Any]]:
+def inputs(sizes: tuple[Any, ...], tokens: int, dtype: torch.dtype) -> tuple[DeltaHeads, list[Any]]:
     """Heads, and qkv, decay, rate, decay_scale, decay_bias."""
     heads = DeltaHeads(*sizes)
-    generator = torch.Generator().manual_seed(sum(sizes) + tokens)
+    generator = torch.Generator().manual_seed(sum(sizes[:4]) + tokens)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    numbers = [normal(tokens, heads.width), 3 * normal(tokens, heads.heads)]
+    numbers = [normal(tokens, heads.width), 3 * normal(tokens, heads.decays_width)]
     numbers += [2 * normal(tokens, heads.heads)]
     numbers = [one.to(dtype) for one in numbers]
-    return heads, [*numbers, normal(heads.heads), normal(heads.heads)]
+    return heads, [*numbers, normal(heads.heads), normal(heads.decays_width)]
 
 
 def exact(heads: DeltaHeads, numbers: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,12 +66,14 @@ def exact(heads: DeltaHeads, numbers: list[Tensor], state: Tensor) -> tuple[Tens
         for h in range(heads.heads):
             k, q = (x[t, h * heads.key_heads // heads.heads] for x in (key, query))
             k, q = k / (k @ k + 1e-6).sqrt(), q / (q @ q + 1e-6).sqrt() / heads.key_dim**0.5
-            g = torch.exp(-scale[h].exp() * functional.softplus(decay[t, h] + bias[h]))
-            b = rate[t, h].sigmoid()
+            raw = (decay[t] + bias).unflatten(0, (heads.heads, -1))[h]
+            g = torch.exp(-scale[h].exp() * functional.softplus(raw))
+            if heads.bound:
+                g = torch.exp(heads.bound * torch.sigmoid(scale[h].exp() * raw))
+            b = heads.most_rate * rate[t, h].sigmoid()
             eye = torch.eye(heads.key_dim, dtype=torch.float64)
-            state[h] = g * (eye - b * torch.outer(k, k)) @ state[h] + b * torch.outer(
-                k, value[t, h]
-            )
+            left = (eye - b * torch.outer(k, k)) @ torch.diag(g.expand(heads.key_dim))
+            state[h] = left @ state[h] + b * torch.outer(k, value[t, h])
             out[t, h] = q @ state[h]
     return out, state
 
@@ -77,7 +81,7 @@ def exact(heads: DeltaHeads, numbers: list[Tensor], state: Tensor) -> tuple[Tens
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_delta_rule_is_that_of_float64(
-    kernels: Backend, sizes: tuple[int, ...], dtype: torch.dtype
+    kernels: Backend, sizes: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
     heads, numbers = inputs(sizes, 20, dtype)
     shape = (heads.heads, heads.key_dim, heads.value_dim)
@@ -111,6 +115,33 @@ def test_delta_rule_is_that_of_transformers(kernels: Backend) -> None:
     found = kernels.gated_delta_rule(*numbers, states, [StateRun(0, 0, 150, True)], heads)
     torch.testing.assert_close(found, wanted[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(states, last, atol=1e-5, rtol=0)
+
+
+def test_decays_by_channel_are_those_of_transformers(kernels: Backend) -> None:
+    heads, numbers = inputs((3, 3, 16, 24, True), 150, torch.float32)
+    qkv, decay, rate, scale, bias = numbers
+    sizes = [heads.keys_width, heads.keys_width, heads.values_width]
+    query, key, value = (part.unflatten(1, (3, -1))[None] for part in qkv.split(sizes, 1))
+    g = -scale.exp()[:, None] * functional.softplus(decay + bias).unflatten(1, (3, -1))
+    wanted, last = chunk_kimi_delta_attention(
+        query, key, value, g=g[None], beta=rate.sigmoid()[None],
+        output_final_state=True, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    states = torch.zeros(1, 3, 16, 24)
+    found = kernels.gated_delta_rule(*numbers, states, [StateRun(0, 0, 150, True)], heads)
+    torch.testing.assert_close(found, wanted[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(states, last, atol=1e-5, rtol=0)
+
+
+def test_slow_decays_keep_their_digits(kernels: Backend) -> None:
+    """Of 1 + exp(x), f32 has only a few of the digits of exp(x)."""
+    for by_channel in (False, True):
+        heads, numbers = inputs((1, 1, 16, 4, by_channel), 12, torch.float32)
+        numbers[1][:], numbers[2][:], numbers[3][:], numbers[4][:] = -9.0, -30.0, 5.0, 0.0
+        states = torch.ones(1, 1, 16, 4)
+        kernels.gated_delta_rule(*numbers, states, [StateRun(0, 0, 12, False)], heads)
+        _, wanted = exact(heads, numbers, torch.ones(1, 16, 4))
+        torch.testing.assert_close(states[0].double(), wanted, atol=8e-6, rtol=0)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4, 9])
@@ -147,7 +178,7 @@ def in_parts(compute: Callable[[slice, bool], Tensor], tokens: int, rng: random.
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_no_division_changes_a_bit(kernels: Backend, sizes: tuple[int, ...]) -> None:
+def test_no_division_changes_a_bit(kernels: Backend, sizes: tuple[Any, ...]) -> None:
     """Nor do other sequences in the same step, nor threads."""
     tokens = 60
     heads, numbers = inputs(sizes, tokens, torch.float32)

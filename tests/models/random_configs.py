@@ -23,6 +23,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 DEEPSEEK_YARN = {**YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.9}
+FULL_KIND, LINEAR_KIND = "full_attention", "linear_attention"
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 
 
@@ -371,6 +372,52 @@ def _deepseek_v3(rng: random.Random) -> Iterator[dict[str, Any]]:
     )
 
 
+def _kimi(rng: random.Random, **given: Any) -> dict[str, Any]:
+    """A delta net, latent attention, two delta nets; a dense network in the first layer."""
+    sizes = {
+        "num_hidden_layers": 4,
+        "layer_types": [LINEAR_KIND, FULL_KIND, LINEAR_KIND, LINEAR_KIND],
+        "linear_head_dim": rng.choice([8, 10, 12]),
+        "linear_num_heads": rng.choice([2, 3]),
+        "linear_conv_kernel_dim": rng.choice([3, 4]),
+        "num_local_experts": 12,
+        "n_group": 1,
+        "topk_group": 1,
+        "eos_token_id": 1,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    }
+    found = _latent(rng, **(sizes | given))
+    del found["n_routed_experts"], found["first_k_dense_replace"]
+    return found
+
+
+def _kimi_linear(rng: random.Random) -> Iterator[dict[str, Any]]:
+    # Latents so small that prompts are absorbed, too: what is expanded depends on chunks.
+    small = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 10, "v_head_dim": 8}
+    yield _kimi(rng, **small, linear_conv_kernel_dim=4)
+    yield _kimi(rng, n_group=4, topk_group=2, norm_topk_prob=False, attention_bias=True)
+    kinds = [FULL_KIND, LINEAR_KIND, LINEAR_KIND, FULL_KIND]
+    sparse = ["sparse", "dense", "sparse", "dense"]
+    yield _kimi(
+        rng, layer_types=kinds, mlp_layer_types=sparse, n_shared_experts=2, num_experts_per_tok=1,
+        linear_conv_kernel_dim=2,
+    )  # fmt: skip
+
+
+def _bailing_hybrid(rng: random.Random) -> Iterator[dict[str, Any]]:
+    def ling(**given: Any) -> dict[str, Any]:
+        found = _kimi(rng, **given)
+        found["head_dim"] = found.pop("linear_head_dim")
+        found["short_conv_kernel_size"] = found.pop("linear_conv_kernel_dim")
+        del found["linear_num_heads"]
+        return found
+
+    yield ling(q_lora_rank=None, n_group=4, topk_group=2, linear_head_dim=12)
+    yield ling(kda_safe_gate=False, attention_bias=True, n_shared_experts=2)
+    kinds = [FULL_KIND, LINEAR_KIND, LINEAR_KIND, FULL_KIND]
+    yield ling(layer_types=kinds, kda_lower_bound=-2.5, **_rope(DEEPSEEK_YARN))
+
+
 def _gpt_oss(rng: random.Random) -> Iterator[dict[str, Any]]:
     sparse = {"num_local_experts": 5, "head_dim": 10, "sliding_window": 6}
     yield _dense(rng, **sparse, num_experts_per_tok=2)  # rotary positions as published: YaRN
@@ -401,6 +448,8 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
+    "kimi_linear": _kimi_linear,
+    "bailing_hybrid": _bailing_hybrid,
 }
 
 

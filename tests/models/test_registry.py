@@ -101,6 +101,9 @@ def test_bad_configurations_are_named(changes: dict[str, Any], words: list[str])
         ("DeepseekV3ForCausalLM", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("DeepseekV3ForCausalLM", {"n_group": 7}, "7 groups of 256 experts"),
         ("DeepseekV3ForCausalLM", {"moe_layer_freq": 2}, "moe_layer_freq is 2"),
+        ("KimiLinearForCausalLM", {"mla_use_nope": False}, "mla_use_nope is False"),
+        ("KimiLinearForCausalLM", {"num_expert_group": 7}, "7 groups of 256 experts"),
+        ("BailingHybridForCausalLM", {"kda_lower_bound": 2.0}, "kda_lower_bound is 2.0"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(
@@ -132,6 +135,33 @@ def test_published_deepseek_sizes() -> None:
     assert all(any(pattern.search(name) for pattern in ignored) for name in known)
     needed = [source for b in spec.blocks for param in b.params for source in param.sources]
     assert not any(pattern.search(name) for pattern in ignored for name in needed)
+
+
+def test_published_kimi_linear() -> None:
+    """Fields and names of moonshotai/Kimi-Linear-48B-A3B-Instruct."""
+    kimi = {
+        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "head_dim": 72,
+        "num_hidden_layers": 8, "num_experts": 4, "num_experts_per_token": 2, "topk_group": 1,
+        "num_expert_group": 1, "first_k_dense_replace": 1, "mla_use_nope": True,
+        "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "use_grouped_topk": True,
+        "rope_theta": 10000.0, "rope_scaling": None, "q_lora_rank": None,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8], "kda_layers": [1, 2, 3, 5, 6, 7], "head_dim": 128,
+            "num_heads": 32, "short_conv_kernel_size": 4,
+        },
+    }  # fmt: skip
+    spec = open_as(kimi).spec
+    assert list(spec.kv_layers) == [3, 7] and list(spec.state_layers) == [0, 1, 2, 4, 5, 6]
+    assert spec.state_bytes == 6 * 4 * (32 * 128 * 128 + 3 * 3 * 4096)
+    names = {source for b in spec.blocks for param in b.params for source in param.sources}
+    attention, moe = "model.layers.1.self_attn.", "model.layers.1.block_sparse_moe."
+    assert {
+        "model.layers.0.mlp.gate_proj.weight", "model.layers.3.self_attn.kv_b_proj.weight",
+        f"{attention}A_log", f"{attention}dt_bias", f"{attention}q_conv1d.weight",
+        f"{attention}f_b_proj.weight", f"{attention}g_a_proj.weight", f"{attention}o_norm.weight",
+        f"{moe}gate.e_score_correction_bias", f"{moe}shared_experts.up_proj.weight",
+        f"{moe}experts.3.w2.weight",
+    } <= names  # fmt: skip
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)

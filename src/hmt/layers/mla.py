@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hmt.contracts.blocks import ParamSpec
+from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.model import CHUNK_TOKENS, KVKind, KVLayer
 from hmt.contracts.step import Segment, Step
@@ -43,6 +43,7 @@ class LatentAttention:
     for CHUNK_TOKENS tokens, or for _HEADS_AT_ONCE heads.
 
     q_rank   width of the query's own compression; None where queries are projected directly
+    gated    each head's result is multiplied with the sigmoid of another projection of the token
     """
 
     hidden_size: int
@@ -57,6 +58,7 @@ class LatentAttention:
     interleaved: bool  # pairs of numbers that turn together lie side by side
     bias: bool = False  # of q_a_proj, kv_a_proj_with_mqa and o_proj
     norm_eps: float = 1e-6
+    gated: bool = False
     layer: LatentLayer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,9 +116,18 @@ class LatentAttention:
             *linear_params("kv_a_proj", latent, hidden, f"{at}kv_a_proj_with_mqa", bias=self.bias),
             self._norm(self.kv_rank).param("kv_a_norm", f"{at}kv_a_layernorm.weight"),
             *linear_params("kv_b_proj", expanded, self.kv_rank, f"{at}kv_b_proj"),
+            *self._gate_params(at),
             *linear_params(
                 "o_proj", hidden, self.heads * self.value_dim, f"{at}o_proj", bias=self.bias
             ),
+        )
+
+    def _gate_params(self, at: str) -> tuple[ParamSpec, ...]:
+        gate = (f"{at}g_proj.weight",)
+        return (
+            (ParamSpec("gate", (self.heads, self.hidden_size), gate, Role.VECTOR),)
+            if self.gated
+            else ()
         )
 
     def _query_params(self, at: str, outputs: int) -> tuple[ParamSpec, ...]:
@@ -144,7 +155,7 @@ class LatentAttention:
         The norm's weight is `norm` of `params`.  False, and nothing done, where there is no kernel:
         only for one token of each run, on a GPU.
         """
-        if not fused_ops.has_fused_attention(hidden):
+        if self.gated or not fused_ops.has_fused_attention(hidden):
             return False
         if any(run.length > 1 for run in step.segments):
             return False
@@ -182,6 +193,9 @@ class LatentAttention:
                     some = (run.tokens, heads)
                     queries = torch.cat((nope[some], turning[some]), dim=-1)
                     out[some] = self._expanded(queries, context, heads, run, params)
+        if self.gated:
+            gate = project(x, params, "gate").reshape(-1, 1)
+            out = ops.sigmoid_gated(out.flatten(0, 1), gate).view_as(out)
         return project(out.flatten(1), params, "o_proj")
 
     def _query(self, x: Tensor, params: Params) -> Tensor:

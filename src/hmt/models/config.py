@@ -47,6 +47,7 @@ _COUNTS = (
     "head_dim",
     "intermediate_size",
     "kv_lora_rank",
+    "linear_head_dim",
     "mamba_d_conv",
     "mamba_d_head",
     "mamba_d_ssm",
@@ -58,6 +59,7 @@ _COUNTS = (
     "mamba_n_heads",
     "mamba_num_heads",
     "linear_key_head_dim",
+    "linear_num_heads",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_value_head_dim",
@@ -131,8 +133,10 @@ def as_transformers_reads(config: Mapping[str, Any], model_type: str) -> Config:
             counts = ("layer" in str(name) and "size" not in str(name)) or name == "num_labels"
             if counts and isinstance(value, int | float) and value > most:
                 raise CheckpointError(f"{name} is {value}; it must be at most {most}")
+    # transformers warns of the old name, also where it says nothing.
+    given = {k: value for k, value in config.items() if k != "rope_scaling" or value is not None}
     try:
-        return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(dict(config))))
+        return CONFIG_MAPPING[model_type].from_dict(_with_floats(copy.deepcopy(given)))
     except Exception as error:  # transformers validates with errors of many kinds
         raise CheckpointError(
             f"transformers cannot read it as {model_type!r}: {first_line(error)}"
@@ -293,12 +297,12 @@ def windows(config: Config) -> list[int]:
     return [known[kind] for kind in types]
 
 
-def layer_kinds(config: Config, *known: str) -> list[str]:
-    """Each layer's entry in `layer_types`.  Raises CheckpointError unless all are `known`."""
-    types = list(config.layer_types[: config.num_hidden_layers])
+def layer_kinds(config: Config, *known: str, name: str = "layer_types") -> list[str]:
+    """Each layer's entry in field `name`.  Raises CheckpointError unless all are `known`."""
+    types = list(getattr(config, name)[: config.num_hidden_layers])
     if len(types) < config.num_hidden_layers or not set(known) >= set(types):
         raise CheckpointError(
-            f"layer_types {sorted(set(types))} for {len(types)} of {config.num_hidden_layers} "
+            f"{name} {sorted(map(str, set(types)))} for {len(types)} of {config.num_hidden_layers} "
             f"layers; each layer must have one of {', '.join(known)}"
         )
     return types

@@ -11,8 +11,12 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import (
     BiasedSigmoidRouter,
+    GatedFFN,
     GroupedSoftmaxRouter,
     LatentAttention,
+    Params,
+    ResidualFFN,
+    RMSNorm,
     add_routed_experts,
     request_experts,
     router_inputs,
@@ -30,7 +34,47 @@ from hmt.models.config import (
 from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
 
 
-class DeepSeek(Decoder):
+class LatentDecoder(Decoder):
+    """Latent attention; behind it a dense network, or shared and routed experts.
+
+    sparse   which layers have experts
+    """
+
+    norm: RMSNorm
+    attention: LatentAttention
+    ffn: ResidualFFN
+    router: GroupedSoftmaxRouter | BiasedSigmoidRouter
+    shared: GatedFFN
+    expert: GatedFFN
+    sparse: list[bool]
+
+    def mix(
+        self, index: int, hidden: Tensor, step: Step, params: Params, kv: KVCache
+    ) -> Tensor | None:
+        """What layer `index` adds to hidden before its network; None where it has been added."""
+        if self.attention.add_to(hidden, self.norm, index, step, params, kv):
+            return None
+        return self.attention(self.norm(hidden, params["norm"]), index, step, params, kv)
+
+    @override
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
+            x = self.mix(index, hidden, step, params, kv)
+        if not self.sparse[index]:
+            with weights.lease(BlockId(index, BlockKind.FFN)) as params:
+                return self.ffn(hidden, x, params)
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            x, logits = router_inputs(hidden, x, self.norm, params)
+            routing = self.router.choose(logits, params)
+            # On their way while the shared ones compute.
+            request_experts(x, routing, hidden, index, self.expert, weights)
+            shared = self.shared(x, params)
+        return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
+
+
+class DeepSeek(LatentDecoder):
     """Latent attention; dense first layers, then shared and routed experts.
 
     The families differ in how the router chooses.
@@ -57,7 +101,7 @@ class DeepSeek(Decoder):
             config.qk_rope_head_dim,
             config.v_head_dim,
             rotary(config),
-            _scale(config),
+            latent_scale(config),
             interleaved=interleaved,
             bias=config.attention_bias,
         )
@@ -70,7 +114,8 @@ class DeepSeek(Decoder):
             prefix="shared_",
         )
         self.expert = gated_ffn(config, config.moe_intermediate_size)
-        self.dense_layers = config.first_k_dense_replace
+        dense = config.first_k_dense_replace
+        self.sparse = [index >= dense for index in range(config.num_hidden_layers)]
         parts = (self.attention, self.ffn, self.shared, self.expert)
         super().__init__(
             config,
@@ -80,7 +125,7 @@ class DeepSeek(Decoder):
             activation_width=max(part.activation_width for part in parts),
             piece_width=self.attention.piece_width,
             router=self.router,
-            ignored=_prediction_layers(config),
+            ignored=prediction_layers(config),
         )
 
     @override
@@ -92,7 +137,7 @@ class DeepSeek(Decoder):
             *self.attention.params(f"{at}self_attn."),
         )
         norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
-        if index < self.dense_layers:
+        if not self.sparse[index]:
             yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}mlp."))
             return
         yield router_block(
@@ -103,25 +148,6 @@ class DeepSeek(Decoder):
         )
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
-
-    @override
-    def layer(
-        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
-    ) -> Tensor:
-        with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
-            x = None
-            if not self.attention.add_to(hidden, self.norm, index, step, params, kv):
-                x = self.attention(self.norm(hidden, params["norm"]), index, step, params, kv)
-        if index < self.dense_layers:
-            with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-                return self.ffn(hidden, x, params)
-        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x, logits = router_inputs(hidden, x, self.norm, params)
-            routing = self.router.choose(logits, params)
-            # On their way while the shared ones compute.
-            request_experts(x, routing, hidden, index, self.expert, weights)
-            shared = self.shared(x, params)
-        return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
 
 
 class DeepSeekV2(DeepSeek):
@@ -165,7 +191,7 @@ class DeepSeekV3(DeepSeek):
         super().__init__(config, dtype, router, interleaved=config.rope_interleave, mlp_bias=False)
 
 
-def _scale(config: Config) -> float:
+def latent_scale(config: Config) -> float:
     """Of the scores.  A context stretched by YaRN makes attention sharper, by mscale_all_dim."""
     scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     parameters = config.rope_parameters
@@ -175,7 +201,7 @@ def _scale(config: Config) -> float:
     return scale * yarn_mscale(parameters["factor"], all_dim) ** 2
 
 
-def _prediction_layers(config: Config) -> list[str]:
+def prediction_layers(config: Config) -> list[str]:
     """Names of multi-token prediction layers, which follow the decoder's."""
     first = config.num_hidden_layers
     count = getattr(config, "num_nextn_predict_layers", None) or 0

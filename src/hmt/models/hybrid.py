@@ -1,10 +1,13 @@
 """What hybrids share: attention in some layers, and a mixer with recurrent state in the others."""
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
 from torch import Tensor
 from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
-from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import (
@@ -75,3 +78,20 @@ def convolution_taps(config: Config, name: str) -> int:
     if not 2 <= taps <= _MOST_TAPS:
         raise CheckpointError(f"{name} is {taps}; it must be from 2 to {_MOST_TAPS}")
     return int(taps)
+
+
+def renamed(
+    params: Iterable[ParamSpec], names: Mapping[str, str], *, also: bool = False
+) -> tuple[ParamSpec, ...]:
+    """Parameters whose names in checkpoints have other parts, by the usual ones; or `also` have."""
+    found = []
+    for param in params:
+        sources = []
+        for source in param.sources:
+            for usual, own in names.items():
+                source = source.replace(usual, own)
+            sources.append(source)
+        if also:
+            sources = list(dict.fromkeys((*param.sources, *sources)))
+        found.append(replace(param, sources=tuple(sources)))
+    return tuple(found)

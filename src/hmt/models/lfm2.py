@@ -1,12 +1,11 @@
 """LFM2: short convolutions in most layers, attention in the others (arXiv 2511.23404)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from typing_extensions import override
 
-from hmt.contracts.blocks import BlockSpec, ParamSpec
+from hmt.contracts.blocks import BlockSpec
 from hmt.layers import (
     Attention,
     GatedFFN,
@@ -17,7 +16,7 @@ from hmt.layers import (
 )
 from hmt.models.config import Config, check_experts, head_dim, layer_kinds, require, rotary
 from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
-from hmt.models.hybrid import Hybrid, convolution_taps
+from hmt.models.hybrid import Hybrid, convolution_taps, renamed
 
 _NAMES = ("w1", "w3", "w2")
 _RENAMED = {".q_norm.": ".q_layernorm.", ".k_norm.": ".k_layernorm.", ".o_proj.": ".out_proj."}
@@ -90,7 +89,7 @@ class ConvHybrid(Hybrid):
         at = f"model.layers.{index}."
         norm = self.norm.param("norm", f"{at}operator_norm.weight")
         if self.attends[index]:
-            mixer = tuple(map(_renamed, self.attention.params(f"{at}self_attn.")))
+            mixer = renamed(self.attention.params(f"{at}self_attn."), _RENAMED)
         else:
             mixer = self.recurrent.params(f"{at}conv.")
         yield attention_block(index, norm, *mixer)
@@ -124,13 +123,3 @@ class Lfm2Moe(ConvHybrid):
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         sparse = [index >= config.num_dense_layers for index in range(config.num_hidden_layers)]
         super().__init__(config, dtype, ffn_width=config.intermediate_size, sparse=sparse)
-
-
-def _renamed(param: ParamSpec) -> ParamSpec:
-    """A parameter of attention under the names of these checkpoints."""
-    sources = []
-    for source in param.sources:
-        for usual, own in _RENAMED.items():
-            source = source.replace(usual, own)
-        sources.append(source)
-    return replace(param, sources=tuple(sources))

@@ -14,19 +14,25 @@ from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gpt_oss import GptOss
 from hmt.models.lfm2 import Lfm2, Lfm2Moe
+from hmt.models.linear_attention import (
+    BailingHybrid,
+    KimiLinear,
+    Qwen3Next,
+    Qwen35,
+    Qwen35Moe,
+)
 from hmt.models.llama import Llama
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import Mixtral
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
-from hmt.models.qwen3_5 import Qwen35, Qwen35Moe
 from hmt.models.qwen3_moe import Qwen3Moe
-from hmt.models.qwen3_next import Qwen3Next
 from hmt.models.state_space import Bamba, FalconH1, GraniteHybrid, Mamba2LM, NemotronH
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
 _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
+    "BailingHybridForCausalLM": ("bailing_hybrid", BailingHybrid),
     "BambaForCausalLM": ("bamba", Bamba),
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
@@ -34,6 +40,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
+    "KimiLinearForCausalLM": ("kimi_linear", KimiLinear),
     "Lfm2ForCausalLM": ("lfm2", Lfm2),
     "Lfm2MoeForCausalLM": ("lfm2_moe", Lfm2Moe),
     "LlamaForCausalLM": ("llama", Llama),

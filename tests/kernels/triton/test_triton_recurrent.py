@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,26 +20,33 @@ kernels = pytest.importorskip("hmt.kernels.triton.operations")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 NEAR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 NAN = float("nan")
-# key heads, heads, key_dim, value_dim
-SIZES = [(1, 1, 5, 3), (2, 4, 16, 8), (1, 2, 33, 17)]
+# key heads, heads, key_dim, value_dim; decays by channel, their bound, the largest rate
+SIZES: list[tuple[Any, ...]] = [(1, 1, 5, 3), (2, 4, 16, 8), (1, 2, 33, 17)]
+SIZES += [(2, 2, 12, 9, True), (1, 2, 16, 5, True, -5.0), (1, 1, 8, 5, False, 0.0, 2.0)]
 if torch.cuda.is_available():
-    SIZES += [(16, 32, 128, 128), (2, 4, 130, 128), (2, 6, 256, 70), (3, 3, 600, 5)]
+    SIZES += [
+        (32, 32, 128, 128, True),
+        (16, 32, 128, 128),
+        (2, 4, 130, 128),
+        (2, 6, 256, 70),
+        (3, 3, 600, 5),
+    ]
 
 
 def inputs(
-    sizes: tuple[int, ...], tokens: int, dtype: torch.dtype
+    sizes: tuple[Any, ...], tokens: int, dtype: torch.dtype
 ) -> tuple[DeltaHeads, list[Tensor]]:
     """Heads, and qkv, decay, rate, decay_scale, decay_bias: decays from hardly any to all."""
     heads = DeltaHeads(*sizes)
-    generator = torch.Generator().manual_seed(sum(sizes) + tokens)
+    generator = torch.Generator().manual_seed(sum(sizes[:4]) + tokens)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    decay = 6 * normal(tokens, heads.heads)
+    decay = 6 * normal(tokens, heads.decays_width)
     numbers = [normal(tokens, heads.width), decay, 2 * normal(tokens, heads.heads)]
     numbers = [one.to(dtype) for one in numbers]
-    return heads, [*numbers, normal(heads.heads), normal(heads.heads)]
+    return heads, [*numbers, normal(heads.heads), normal(heads.decays_width)]
 
 
 def exact(heads: DeltaHeads, numbers: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,10 +64,14 @@ def exact(heads: DeltaHeads, numbers: list[Tensor], state: Tensor) -> tuple[Tens
         (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(shared, 1)
         for x in (key, query)
     )
-    stays = torch.exp(-scale.exp() * functional.softplus(decay + bias))
-    learns, state, out = rate.sigmoid(), state.double().clone(), torch.empty_like(value)
+    raw = (decay + bias).unflatten(1, (heads.heads, -1))
+    stays = torch.exp(-scale.exp()[:, None] * functional.softplus(raw))
+    if heads.bound:
+        stays = torch.exp(heads.bound * torch.sigmoid(scale.exp()[:, None] * raw))
+    learns = heads.most_rate * rate.sigmoid()
+    state, out = state.double().clone(), torch.empty_like(value)
     for t in range(len(qkv)):
-        state = state * stays[t][:, None, None]
+        state = state * stays[t][:, :, None]
         known = torch.einsum("hkv,hk->hv", state, key[t])
         missing = learns[t][:, None] * (value[t] - known)
         state = state + torch.einsum("hk,hv->hkv", key[t], missing)
@@ -70,7 +82,7 @@ def exact(heads: DeltaHeads, numbers: list[Tensor], state: Tensor) -> tuple[Tens
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_delta_rule_is_that_of_float64(
-    device: torch.device, sizes: tuple[int, ...], dtype: torch.dtype
+    device: torch.device, sizes: tuple[Any, ...], dtype: torch.dtype
 ) -> None:
     heads, numbers = inputs(sizes, 9, dtype)
     shape = (heads.heads, heads.key_dim, heads.value_dim)
@@ -142,7 +154,7 @@ def in_parts(compute: Callable[[slice, bool], Tensor], tokens: int, rng: random.
 
 @pytest.mark.parametrize(("width", "sizes"), list(enumerate(SIZES[1:], 4)), ids=str)
 def test_no_division_changes_a_bit(
-    device: torch.device, width: int, sizes: tuple[int, ...]
+    device: torch.device, width: int, sizes: tuple[Any, ...]
 ) -> None:
     """Nor do other sequences in the same step."""
     tokens = 12 if device.type == "cpu" else 300

@@ -76,19 +76,20 @@ def gated_delta_rule(
     qkv, decay, rate = (t.to(dtype).contiguous() for t in (qkv, decay, rate))
     scale, bias = decay_scale.float().contiguous(), decay_bias.float().contiguous()
     assert qkv.shape[1] == heads.width
-    assert decay.shape == rate.shape == (tokens, heads.heads)
+    assert rate.shape == (tokens, heads.heads)
+    assert decay.shape == (tokens, heads.decays_width) and bias.shape == decay.shape[1:]
     assert states.shape[1:] == (heads.heads, heads.key_dim, heads.value_dim)
     out = torch.empty(tokens, heads.heads, heads.value_dim, dtype=dtype)
-    work = torch.empty(tokens, 2 * heads.keys_width + 2 * heads.heads)
+    work = torch.empty(tokens, 2 * heads.keys_width + heads.decays_width + heads.heads)
     with _advancing(states, runs):
         native.gated_delta_rule(
             qkv.data_ptr(),
             DTYPES[dtype],
             tokens,
-            heads.key_heads,
-            heads.heads,
-            heads.key_dim,
-            heads.value_dim,
+            (heads.key_heads, heads.heads, heads.key_dim, heads.value_dim),
+            heads.by_channel,
+            heads.bound,
+            heads.most_rate,
             decay.data_ptr(),
             rate.data_ptr(),
             scale.data_ptr(),

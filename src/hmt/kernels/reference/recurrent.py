@@ -19,12 +19,20 @@ _EPS = 1e-6  # of the norm of queries and keys, as in transformers and in fla
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """Sizes of a delta rule's heads; each key head serves heads / key_heads consecutive heads."""
+    """A delta rule's heads; each key head serves heads / key_heads consecutive heads.
+
+    by_channel   each number of a key has a decay of its own (KDA, arXiv 2510.26692)
+    bound        of a decay's logarithm, below 0; 0: there is none
+    most_rate    that a learning rate can be; above 1, states can change their sign
+    """
 
     key_heads: int
     heads: int
     key_dim: int
     value_dim: int
+    by_channel: bool = False
+    bound: float = 0.0
+    most_rate: float = 1.0
 
     @property
     def keys_width(self) -> int:
@@ -40,6 +48,11 @@ class DeltaHeads:
     def width(self) -> int:
         """Numbers of a token's queries, keys and values, which lie in this order."""
         return 2 * self.keys_width + self.values_width
+
+    @property
+    def decays_width(self) -> int:
+        """Numbers of a token's decays."""
+        return self.heads * self.key_dim if self.by_channel else self.heads
 
 
 class StateRuns(tuple[StateRun, ...]):
@@ -109,9 +122,12 @@ def gated_delta_rule(
     the result; queries and keys have length 1, queries divided by the root of key_dim besides.
 
     qkv          [tokens, heads.width]: queries, keys, values
-    decay        [tokens, heads]; g is exp(-exp(decay_scale) softplus(decay + decay_bias))
-    rate         [tokens, heads]; b is its sigmoid
-    decay_scale, decay_bias   [heads]
+    decay        [tokens, heads.decays_width]; g is exp(-exp(decay_scale) softplus(decay +
+                 decay_bias)), or exp(bound sigmoid(exp(decay_scale) (decay + decay_bias))).  Each
+                 row of S has its own where heads.by_channel
+    rate         [tokens, heads]; b is heads.most_rate times its sigmoid
+    decay_scale  [heads]
+    decay_bias   [heads.decays_width]
     states       f32 [slots, heads, key_dim, value_dim]; change
     Computed in f32, token by token.
     """
@@ -123,9 +139,8 @@ def gated_delta_rule(
     shared = heads.heads // heads.key_heads
     query, key = query.repeat_interleave(shared, 1), key.repeat_interleave(shared, 1)
     value = value.unflatten(1, (heads.heads, -1))
-    stays = softplus(decay.float() + decay_bias.float())
-    stays = (-decay_scale.float().exp() * stays).exp()
-    learns = sigmoid(rate)
+    stays = _stays(decay, decay_scale, decay_bias, heads)
+    learns = sigmoid(rate) * heads.most_rate
     out = torch.empty_like(value)
     for run in runs:
         state = states[run.slot] if run.advances else states[run.slot].clone()
@@ -133,11 +148,20 @@ def gated_delta_rule(
             state.zero_()
         for at in range(run.offset, run.offset + run.length):
             k = key[at][:, :, None]
-            state *= stays[at][:, None, None]
+            state *= stays[at][:, :, None]
             missing = (value[at] - (state * k).sum(1)) * learns[at][:, None]
             state += k * missing[:, None]
             out[at] = (state * query[at][:, :, None]).sum(1)
     return out.to(qkv.dtype)
+
+
+def _stays(decay: Tensor, scale: Tensor, bias: Tensor, heads: DeltaHeads) -> Tensor:
+    """What is left of a state after each token: f32 [tokens, heads, key_dim or 1]."""
+    scale = scale.float().exp()[:, None]
+    raw = (decay.float() + bias.float()).unflatten(1, (heads.heads, -1))
+    if heads.bound:
+        return (heads.bound * sigmoid(scale * raw)).exp()
+    return (-scale * softplus(raw)).exp()
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ before the token,
     q S' = g (q S) + (q k) b (v - g (k S)),
 
 lengths of queries and keys are factors of what was multiplied, and what the next token needs that
-is not the state is read and computed meanwhile.
+is not the state is read and computed meanwhile.  Where each row of the state has its own g, it is a
+factor of the rows' queries and keys instead.
 """
 
 from collections.abc import Sequence
@@ -53,25 +54,34 @@ def softplus(x):
 @triton.jit
 def _numbers(
     qkv, decay, rate, token, width, heads, keys, key_at, value_at, head,
-    key, value, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    key, value, KEYS: tl.constexpr, VALUES: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """A token's query, key and value, its decay and its rate, as they come."""
+    """A token's query, key and value, its decay or decays and its rate, as they come."""
     row = qkv + token * width
     q = tl.load(row + key_at + key, mask=key < KEYS, other=0.0)
     k = tl.load(row + keys + key_at + key, mask=key < KEYS, other=0.0)
     v = tl.load(row + 2 * keys + value_at + value, mask=value < VALUES, other=0.0)
-    return q, k, v, tl.load(decay + token * heads + head), tl.load(rate + token * heads + head)
+    if BY_CHANNEL:
+        d = tl.load(decay + (token * heads + head) * KEYS + key, mask=key < KEYS, other=0.0)
+    else:
+        d = tl.load(decay + token * heads + head)
+    return q, k, v, d, tl.load(rate + token * heads + head)
 
 
 @triton.jit
-def _gates(q, k, decay, rate, scale, bias, KEYS: tl.constexpr):
+def _gates(
+    q, k, decay, rate, scale, bias, KEYS: tl.constexpr, BOUND: tl.constexpr, MOST: tl.constexpr
+):
     """Query and key in f32 with the factors that make their lengths 1, q k, g and b."""
     q, k = q.to(tl.float32), k.to(tl.float32)
     by_q = tl.rsqrt(tl.sum(q * q, 0) + _EPS) * (KEYS**-0.5)
     by_k = tl.rsqrt(tl.sum(k * k, 0) + _EPS)
     product = tl.sum(q * k, 0) * by_q * by_k
-    stays = tl.exp(-scale * softplus(decay.to(tl.float32) + bias))
-    learns = 1.0 / (1.0 + tl.exp(-rate.to(tl.float32)))
+    if BOUND == 0.0:
+        stays = tl.exp(-scale * softplus(decay.to(tl.float32) + bias))
+    else:
+        stays = tl.exp(BOUND / (1.0 + tl.exp(-scale * (decay.to(tl.float32) + bias))))
+    learns = MOST / (1.0 + tl.exp(-rate.to(tl.float32)))
     return q, k, by_q, by_k, product, stays, learns
 
 
@@ -80,7 +90,7 @@ def _delta_kernel(
     qkv, decay, rate, decay_scale, decay_bias, states, out, table,
     width, heads, shared, keys, slot_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, KEY_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BOUND: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of the matrix of one head, for all tokens of one run."""
     next_may_begin(DEPENDENT)
@@ -88,7 +98,10 @@ def _delta_kernel(
     key = tl.arange(0, KEY_ROWS)
     value = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     scale = tl.exp(tl.load(decay_scale + head).to(tl.float32))
-    bias = tl.load(decay_bias + head).to(tl.float32)
+    if BY_CHANNEL:
+        bias = tl.load(decay_bias + head * KEYS + key, mask=key < KEYS, other=0.0).to(tl.float32)
+    else:
+        bias = tl.load(decay_bias + head).to(tl.float32)
     inputs_are_there(DEPENDENT)
     slot, offset, length, begins, advances = state_run(table, tl.program_id(2))
     if length > 0:
@@ -99,30 +112,38 @@ def _delta_kernel(
         key_at, value_at = head // shared * KEYS, head * VALUES
         q, k, v, d, r = _numbers(
             qkv, decay, rate, offset, width, heads, keys, key_at, value_at, head,
-            key, value, KEYS, VALUES,
+            key, value, KEYS, VALUES, BY_CHANNEL,
         )  # fmt: skip
-        q, k, by_q, by_k, product, stays, learns = _gates(q, k, d, r, scale, bias, KEYS)
+        q, k, by_q, by_k, product, stays, learns = _gates(
+            q, k, d, r, scale, bias, KEYS, BOUND, MOST
+        )
         last = offset + length - 1
         next_q, next_k, next_v, next_d, next_r = _numbers(
             qkv, decay, rate, tl.minimum(offset + 1, last), width, heads, keys, key_at, value_at,
-            head, key, value, KEYS, VALUES,
+            head, key, value, KEYS, VALUES, BY_CHANNEL,
         )  # fmt: skip
         for number in range(length):
             token = offset + number
             # Two tokens ahead: what is read takes as long to come as a token takes.
             then_q, then_k, then_v, then_d, then_r = _numbers(
                 qkv, decay, rate, tl.minimum(token + 2, last), width, heads, keys, key_at,
-                value_at, head, key, value, KEYS, VALUES,
+                value_at, head, key, value, KEYS, VALUES, BY_CHANNEL,
             )  # fmt: skip
-            known = tl.sum(state * k[:, None], 0) * (stays * by_k)
-            seen = tl.sum(state * q[:, None], 0) * (stays * by_q)
+            if BY_CHANNEL:
+                known = tl.sum(state * (stays * k)[:, None], 0) * by_k
+                seen = tl.sum(state * (stays * q)[:, None], 0) * by_q
+                left = state * stays[:, None]
+            else:
+                known = tl.sum(state * k[:, None], 0) * (stays * by_k)
+                seen = tl.sum(state * q[:, None], 0) * (stays * by_q)
+                left = state * stays
             missing = learns * (v.to(tl.float32) - known)
-            state = state * stays + k[:, None] * (by_k * missing)[None, :]
+            state = left + k[:, None] * (by_k * missing)[None, :]
             result = (seen + product * missing).to(out.dtype.element_ty)
             to = out + (token * heads + head) * VALUES + value
             tl.store(to, result, mask=value < VALUES)
             q, k, by_q, by_k, product, stays, learns = _gates(
-                next_q, next_k, next_d, next_r, scale, bias, KEYS
+                next_q, next_k, next_d, next_r, scale, bias, KEYS, BOUND, MOST
             )
             v = next_v
             next_q, next_k, next_v, next_d, next_r = then_q, then_k, then_v, then_d, then_r
@@ -145,7 +166,8 @@ def gated_delta_rule(
             qkv, decay, rate, decay_scale, decay_bias, states, runs, heads
         )
     tokens, count = len(qkv), heads.heads
-    assert qkv.shape[1] == heads.width and decay.shape == rate.shape == (tokens, count)
+    assert qkv.shape[1] == heads.width and rate.shape == (tokens, count)
+    assert decay.shape == (tokens, heads.decays_width) and decay_bias.shape == decay.shape[1:]
     assert states.shape[1:] == (count, heads.key_dim, heads.value_dim)
     assert states.dtype is torch.float32 and states[0].is_contiguous()
     qkv, decay, rate = qkv.contiguous(), decay.contiguous(), rate.contiguous()
@@ -158,6 +180,7 @@ def gated_delta_rule(
         qkv, decay, rate, decay_scale, decay_bias, states, out, held.table,
         heads.width, count, count // heads.key_heads, heads.keys_width, states.stride(0),
         KEYS=heads.key_dim, VALUES=heads.value_dim, KEY_ROWS=rows, COLUMNS=columns,
+        BY_CHANNEL=heads.by_channel, BOUND=heads.bound, MOST=heads.most_rate,
         num_warps=1, **dependent(qkv.device),
     )  # fmt: skip
     return out

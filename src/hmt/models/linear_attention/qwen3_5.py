@@ -3,7 +3,7 @@
 import torch
 
 from hmt.models.config import Config
-from hmt.models.qwen3_next import DeltaHybrid
+from hmt.models.linear_attention.qwen3_next import DeltaHybrid
 
 
 class Qwen35(DeltaHybrid):

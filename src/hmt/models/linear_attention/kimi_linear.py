@@ -1,0 +1,165 @@
+"""Kimi Linear: delta attention in most layers, latent attention without positions in the others.
+
+arXiv 2510.26692.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hmt.contracts.blocks import BlockSpec
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache
+from hmt.kernels import ops
+from hmt.layers import (
+    BiasedSigmoidRouter,
+    DeltaAttention,
+    LatentAttention,
+    NoRotary,
+    Params,
+    Rotary,
+)
+from hmt.models.config import (
+    Config,
+    check_experts,
+    gated_ffn,
+    layer_kinds,
+    norm,
+    require,
+    residual_ffn,
+)
+from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
+from hmt.models.deepseek import LatentDecoder, prediction_layers
+from hmt.models.hybrid import convolution_taps, renamed
+
+# transformers writes networks under the other name, whichever they had.
+_NETWORKS = {".mlp.": ".block_sparse_moe."}
+
+
+class LatentHybrid(LatentDecoder):
+    """What Kimi Linear and Ling 3 share: delta attention or latent attention, dense or experts.
+
+    attends   which layers have latent attention
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dtype: torch.dtype,
+        rotary: Rotary,
+        recurrent: DeltaAttention,
+        *,
+        scale: float,
+        interleaved: bool = False,
+        gated: bool = False,
+        **options: Any,
+    ) -> None:
+        """`rotary` to `gated` but `recurrent` are of latent attention; `options` are of Decoder."""
+        require(config, "hidden_act", "silu")
+        self.norm = norm(config)
+        self.attention = LatentAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            config.q_lora_rank,
+            config.kv_lora_rank,
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+            rotary,
+            scale,
+            interleaved=interleaved,
+            bias=config.attention_bias,
+            gated=gated,
+        )
+        self.recurrent = recurrent
+        kinds = layer_kinds(config, "full_attention", "linear_attention")
+        self.attends = [kind == "full_attention" for kind in kinds]
+        kinds = layer_kinds(config, "dense", "sparse", name="mlp_layer_types")
+        self.sparse = [kind == "sparse" for kind in kinds]
+        check_experts(config, config.num_local_experts, config.n_group, config.topk_group)
+        self.router = BiasedSigmoidRouter(
+            config.hidden_size,
+            config.num_local_experts,
+            config.num_experts_per_tok,
+            groups=config.n_group,
+            kept_groups=config.topk_group,
+            renormalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
+        self.ffn = residual_ffn(config)
+        width = config.moe_intermediate_size * config.n_shared_experts
+        self.shared = gated_ffn(config, width, prefix="shared_")
+        self.expert = gated_ffn(config, config.moe_intermediate_size)
+        parts = (self.attention, self.recurrent, self.ffn, self.shared, self.expert)
+        super().__init__(
+            config,
+            dtype,
+            norm=self.norm,
+            kv=[self.attention.kv if attends else None for attends in self.attends],
+            state=[() if attends else self.recurrent.state for attends in self.attends],
+            activation_width=max(part.activation_width for part in parts),
+            piece_width=self.attention.piece_width,
+            router=self.router,
+            ignored=prediction_layers(config),
+            **options,
+        )
+
+    def blocks_of(
+        self, index: int, names: Mapping[str, str], projections: tuple[str, str, str]
+    ) -> Iterator[BlockSpec]:
+        """The blocks of layer `index`; `names` in checkpoints, and `projections` of experts."""
+        at = f"model.layers.{index}."
+        mixer = self.attention if self.attends[index] else self.recurrent
+        own = self.norm.param("norm", f"{at}input_layernorm.weight")
+        yield attention_block(index, own, *renamed(mixer.params(f"{at}self_attn."), names))
+        own = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
+        if not self.sparse[index]:
+            params = self.ffn.ffn.params(f"{at}mlp.")
+            yield ffn_block(index, own, *renamed(params, _NETWORKS, also=True))
+            return
+        gate = renamed(self.router.params(f"{at}mlp.gate"), names)
+        shared = renamed(self.shared.params(f"{at}mlp.shared_experts."), names)
+        yield router_block(index, own, *gate, *shared)
+        for expert in range(self.router.experts):
+            params = self.expert.params(f"{at}mlp.experts.{expert}.", projections)
+            yield expert_block(index, expert, *renamed(params, names))
+
+    @override
+    def mix(
+        self, index: int, hidden: Tensor, step: Step, params: Params, kv: KVCache
+    ) -> Tensor | None:
+        if self.attends[index]:
+            return super().mix(index, hidden, step, params, kv)
+        return self.recurrent(hidden, index, step, params, kv)
+
+
+class KimiLinear(LatentHybrid):
+    """No rotary positions; projections of low rank to decays and gates."""
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        require(config, "mla_use_nope", True)
+        require(config, "moe_layer_freq", 1)
+        require(config, "moe_router_activation_func", "sigmoid")
+        heads, dim = config.linear_num_heads, config.linear_head_dim
+        recurrent = DeltaAttention(
+            config.hidden_size,
+            ops.DeltaHeads(heads, heads, dim, dim, by_channel=True),
+            norm(config),
+            convolution_taps(config, "linear_conv_kernel_dim"),
+            config.rms_norm_eps,
+            "sigmoid",
+            "f",
+            decay_rank=dim,
+            gate_rank=dim,
+            scale_shape=(1, 1, heads, 1),
+        )
+        still = NoRotary(config.qk_rope_head_dim, config.max_position_embeddings)
+        scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+        super().__init__(config, dtype, still, recurrent, scale=scale)
+
+    @override
+    def layer_params(self, index: int) -> Iterator[BlockSpec]:
+        return self.blocks_of(index, _NETWORKS, ("w1", "w3", "w2"))
