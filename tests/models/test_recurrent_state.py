@@ -32,7 +32,11 @@ NEVER = "no model writes this"
 @pytest.fixture(
     scope="module",
     params=[
-        "qwen3_next-0", "qwen3_5_text-0", "mamba2-1", "nemotron_h-0", "falcon_h1-0",
+        "qwen3_next-0",
+        "qwen3_5_text-0",
+        "mamba2-1",
+        "nemotron_h-0",
+        "falcon_h1-0",
         "kimi_linear-0",
     ],
 )
