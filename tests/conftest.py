@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from hmt_bench.real_models import models_folder
+
+# Nothing is timed: on a busy machine any example may take a second.
+settings.register_profile("hmt", deadline=None)
+settings.load_profile("hmt")
 
 # What tests share asserts, too: so it does under python -O, and says what was compared.
 _SHARED = (file.stem for file in Path(__file__).parent.rglob("*.py"))
