@@ -40,7 +40,6 @@ class Decoder(ABC, Model):
         router: Router | None = None,
         ignored: Sequence[str] = (),
         state: Sequence[LayerState] = (),
-        state_inputs: Sequence[int] = (),
         norm_name: str = "model.norm.weight",
     ) -> None:
         """`norm` is the final norm, called `norm_name` in checkpoints; the rest is as in ModelSpec.
@@ -73,7 +72,6 @@ class Decoder(ABC, Model):
             together=all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
             state=tuple(state),
-            state_inputs=tuple(state_inputs),
             rotary_border=common_border(rotary.border for rotary in self._rotaries),
         )
         ids = [block.id for block in self.spec.blocks]
