@@ -13,10 +13,16 @@ from transformers import PreTrainedModel
 import hmt
 
 
-def publish(name: str, folder: Path, positions: int) -> PreTrainedModel:
-    """The case `name` for so many positions, as transformers has it; its checkpoint to `folder`."""
+def publish(
+    name: str, folder: Path, positions: int, vocabulary: int | None = None
+) -> PreTrainedModel:
+    """The case `name` for so many positions, as transformers has it; its checkpoint to `folder`.
+
+    vocabulary   4096 for text, as the tokenizer has it; None: the case's
+    """
     [case] = (case for case in cases() if case.name == name)
     case.config.max_position_embeddings = positions
+    case.config.vocab_size = vocabulary or case.config.vocab_size
     reference = random_reference(case.config, case.seed)
     published(reference, folder)
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)

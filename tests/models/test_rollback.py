@@ -10,11 +10,14 @@ import torch
 from hybrid_models import ids, publish
 
 import hmt
+from hmt.base.errors import ConfigError
+from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine import LoadedModel
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
+from hmt.layers.short_conv import ShortConv
 
 DRAFTS = 5
 OPTIONS: dict[str, Any] = {
@@ -199,7 +202,7 @@ def test_the_journal_is_part_of_the_budget(gpu: bool, folder_of: Callable[[str],
             model = engine.load_model(folder_of(name))
             plan, memory = model.plan, model._core.memory
             spec, states = model.prepared.model.spec, memory.kv.states
-            each = spec.state_bytes + 4 * drafts * sum(spec.state_inputs)
+            each = spec.state_bytes + 4 * drafts * sum(spec.state_inputs.values())
             slots = states.slots.count + states.slots.spare
             assert len(states._buffer.tensor) >= slots * each > 0
             counted.append(slots * each)
@@ -210,6 +213,21 @@ def test_the_journal_is_part_of_the_budget(gpu: bool, folder_of: Callable[[str],
             assert engine._ledger.reserved_bytes(Tier.HOST) <= 96 << 20
     rounded = 256 * spec.layers if gpu else 2 * 4096
     assert abs(reserved[1] - reserved[0] - (counted[1] - counted[0])) <= rounded
+
+
+def test_state_without_a_journal_is_refused(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(self: ShortConv) -> LayerState:
+        return (StateTensor("conv", (self.taps - 1, self.hidden_size)),)
+
+    monkeypatch.setattr(ShortConv, "state", property(without))
+    with hmt.Engine(**OPTIONS | {"draft_tokens": 0}) as engine:
+        engine.load_model(folder_of("lfm2-0"))
+    with hmt.Engine(**OPTIONS) as engine, pytest.raises(ConfigError, match="draft_tokens=5"):
+        engine.load_model(folder_of("lfm2-0"))
+    with pytest.raises(ConfigError, match="draft_tokens"):
+        hmt.Engine(**OPTIONS | {"draft_tokens": -1})
 
 
 def test_what_is_not_a_guess_cannot_be_taken_back(folder_of: Callable[[str], Path]) -> None:

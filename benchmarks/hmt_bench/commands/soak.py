@@ -23,6 +23,9 @@ def soak(
     host_memory: Annotated[
         str, typer.Option(help="Of the server; two models take turns in it.")
     ] = "96MiB",
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Let prompts go on from what earlier ones left.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
@@ -39,7 +42,9 @@ def soak(
         ) from error
     from hmt.cli.formatting import write_json
 
-    plan = Plan(seconds, users, parts, questions, context, host_memory, seed)
+    plan = Plan(
+        seconds, users, parts, questions, context, host_memory, prefix_cache=prefix_cache, seed=seed
+    )
     with notes().status("starting") as status:
         content = run(plan, choose_model(model), held_out_text(None), status.update)
     _print(content)

@@ -32,6 +32,7 @@ class Plan:
     """How long, with how many users at once, and in how many parts with a rest after each.
 
     host_memory   of the server, in which two models take turns
+    prefix_cache  whether prompts go on from what earlier ones left
     """
 
     seconds: float = 1800.0
@@ -40,6 +41,7 @@ class Plan:
     questions: int = 24
     context: int = 2048
     host_memory: str = "96MiB"
+    prefix_cache: bool = False
     seed: int = 0
 
     def check(self) -> None:
@@ -65,6 +67,7 @@ def run(
         second.symlink_to(model.absolute())
         half = parse_bytes(plan.host_memory) // 2
         serve += ["--extra-model", str(second), "--first-memory", str(half), "--max-batch", "8"]
+        serve += ["--prefix-cache"] * plan.prefix_cache
         serve += ["--max-waiting", str(2 * plan.users), "--threads", "1"]
         with own_server(model, serve) as server:
             found = asyncio.run(_Soak(plan, server, model.name, known, half, progress).run())

@@ -71,10 +71,15 @@ class StateTensor:
     """Numbers that one layer keeps of a sequence, as many for any length of it; f32.
 
     They are zero before the first token.
+
+    inputs   numbers of a token that advance the layer's state, which are journaled while the token
+             may be taken back; each counts with one of the layer's tensors.  A layer of which none
+             has any cannot take tokens back.
     """
 
     name: str
     shape: tuple[int, ...]
+    inputs: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -113,8 +118,6 @@ class ModelSpec:
                         their blocks stay in host memory
     kv                  by layer; None: it keeps no KV
     state               by layer: recurrent state; () where no layer has any
-    state_inputs        by layer: numbers of a token that advance its state, which are journaled
-                        while the token may be taken back; () where no layer can do that
     """
 
     architecture: str
@@ -134,7 +137,6 @@ class ModelSpec:
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
     rotary_border: RotaryBorder | None = None
     state: tuple[LayerState, ...] = ()
-    state_inputs: tuple[int, ...] = ()
 
     @property
     def kv_layers(self) -> dict[int, KVLayer]:
@@ -146,10 +148,16 @@ class ModelSpec:
         """What those layers keep of a sequence that have recurrent state, by index."""
         return {index: state for index, state in enumerate(self.state) if state}
 
+    @property
+    def state_inputs(self) -> dict[int, int]:
+        """Numbers of a token that advance the states of layers, by index; {} if one has none."""
+        counts = {i: sum(one.inputs for one in state) for i, state in self.state_layers.items()}
+        return counts if all(counts.values()) else {}
+
     def journal_bytes(self, layers: Iterable[int], drafts: int) -> int:
         """What `layers` keep of a sequence so that it can go back by up to `drafts` tokens."""
-        numbers = sum(self.state_inputs[i] for i in layers) if self.state_inputs else 0
-        return 4 * drafts * numbers
+        counts = self.state_inputs
+        return 4 * drafts * sum(counts.get(index, 0) for index in layers)
 
     @property
     def state_bytes(self) -> int:

@@ -270,6 +270,7 @@ def _check(values: dict[str, Any]) -> None:
         "prefetch_distance": 0,
         "max_prefill_tokens": 1,
         "max_batch": 1,
+        "draft_tokens": 0,
         "disk_depth": 1,
         "disk_chunk_bytes": 4096,
         "threads": 1,

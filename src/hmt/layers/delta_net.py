@@ -48,15 +48,11 @@ class GatedDeltaNet:
     def state(self) -> LayerState:
         """What one layer keeps of a sequence."""
         heads = self.heads
+        matrix = heads.heads, heads.key_dim, heads.value_dim
         return (
-            StateTensor("matrix", (heads.heads, heads.key_dim, heads.value_dim)),
-            StateTensor("conv", (self.conv - 1, heads.width)),
+            StateTensor("matrix", matrix, inputs=2 * heads.heads),  # decays and rates
+            StateTensor("conv", (self.conv - 1, heads.width), inputs=heads.width),
         )
-
-    @property
-    def state_inputs(self) -> int:
-        """Numbers of a token that advance the state: before the convolution, decays and rates."""
-        return self.heads.width + 2 * self.heads.heads
 
     @property
     def activation_width(self) -> int:

@@ -29,12 +29,8 @@ class ShortConv:
     @property
     def state(self) -> LayerState:
         """What one layer keeps of a sequence."""
-        return (StateTensor("conv", (self.taps - 1, self.hidden_size)),)
-
-    @property
-    def state_inputs(self) -> int:
-        """Numbers of a token that advance the state."""
-        return self.hidden_size
+        shape = self.taps - 1, self.hidden_size
+        return (StateTensor("conv", shape, inputs=self.hidden_size),)
 
     @property
     def activation_width(self) -> int:

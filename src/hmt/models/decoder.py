@@ -40,7 +40,6 @@ class Decoder(ABC, Model):
         router: Router | None = None,
         ignored: Sequence[str] = (),
         state: Sequence[LayerState] = (),
-        state_inputs: Sequence[int] = (),
         norm_name: str = "model.norm.weight",
         table_name: str = "model.embed_tokens.weight",
         embedding_factor: float = 1.0,
@@ -79,7 +78,6 @@ class Decoder(ABC, Model):
             together=all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
             state=tuple(state),
-            state_inputs=tuple(state_inputs),
             rotary_border=common_border(rotary.border for rotary in self._rotaries),
         )
         ids = [block.id for block in self.spec.blocks]

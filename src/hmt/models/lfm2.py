@@ -63,9 +63,6 @@ class ConvHybrid(Hybrid):
             norm_name="model.embedding_norm.weight",
             kv=[self.attention.kv if attends else None for attends in self.attends],
             state=[() if attends else self.recurrent.state for attends in self.attends],
-            state_inputs=[
-                0 if attends else self.recurrent.state_inputs for attends in self.attends
-            ],
             activation_width=max(parts),
             router=router,
         )

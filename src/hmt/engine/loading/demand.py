@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 
+from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import Packing
 from hmt.contracts.model import EXPERT_UNPACKED_BYTES, PAGE_TOKENS, Model
@@ -74,7 +75,10 @@ def demand_of(
     config: EngineConfig,
     kv_quant: tuple[str, str, str],
 ) -> Demand:
-    """The model as the planner sees it.  Blocks that are laid out alike may share a layout."""
+    """The model as the planner sees it.  Blocks that are laid out alike may share a layout.
+
+    Raises ConfigError where `config` asks for what the model cannot do.
+    """
     distinct = list({id(layout): layout for layout in layouts.values()}.values())
     sizes = {id(layout): layout.size for layout in distinct}
     numbers = {id(layout): layout.parameter_bytes for layout in distinct}
@@ -93,8 +97,7 @@ def demand_of(
         kv_token_bytes=page_bytes(layers.values(), number) // PAGE_TOKENS,
         kv_layer_bytes=max((layer.row_width for layer in layers.values()), default=0)
         * model.dtype.itemsize,
-        sequence_bytes=model.spec.state_bytes
-        + model.spec.journal_bytes(range(model.spec.layers), config.draft_tokens),
+        sequence_bytes=_sequence_bytes(model, config),
         draft_tokens=config.draft_tokens,
         spare_states=spare_states(model, config),
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
@@ -113,6 +116,17 @@ def demand_of(
         prefix_bytes=prefix_bytes(model, config),
         kv_sizes=None if shared else KVTierSizes(**pages),
     )
+
+
+def _sequence_bytes(model: Model, config: EngineConfig) -> int:
+    """Recurrent state of one sequence, and its journal.  Raises ConfigError where it has none."""
+    spec, drafts = model.spec, config.draft_tokens
+    if drafts and spec.state_bytes and not spec.state_inputs:
+        raise ConfigError(
+            f"draft_tokens={drafts}, but layers of {spec.architecture} have recurrent state that "
+            "cannot go back by a token: leave it at 0"
+        )
+    return spec.state_bytes + spec.journal_bytes(range(spec.layers), drafts)
 
 
 def _matrices(layouts: Iterable[BlockLayout], *kinds: BlockKind) -> Iterator[tuple[int, ...]]:

@@ -63,7 +63,7 @@ def open_kv(
                 {i: layer for i, layer in spec.state_layers.items() if i in members},
                 slots,
                 pool,
-                inputs={i: n for i, n in enumerate(spec.state_inputs) if n and i in members},
+                inputs={i: n for i, n in spec.state_inputs.items() if i in members},
                 drafts=config.draft_tokens,
                 checkpoints=config.prefix_cache,
                 chunk=plan.max_prefill_tokens,

@@ -93,9 +93,6 @@ class DeltaHybrid(Hybrid):
             norm=self.norm,
             kv=[self.attention.kv if attends else None for attends in self.attends],
             state=[() if attends else self.recurrent.state for attends in self.attends],
-            state_inputs=[
-                0 if attends else self.recurrent.state_inputs for attends in self.attends
-            ],
             activation_width=max(widths),
             router=router,
             ignored=(r"^mtp\.",),
