@@ -26,7 +26,9 @@ POSITIONS = 400
 NEVER = "no model writes this"
 
 
-@pytest.fixture(scope="module", params=["qwen3_next-0", "qwen3_5_text-0", "mamba2-1", "falcon_h1-0"])
+@pytest.fixture(
+    scope="module", params=["qwen3_next-0", "qwen3_5_text-0", "mamba2-1", "falcon_h1-0"]
+)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, PreTrainedModel]]:
