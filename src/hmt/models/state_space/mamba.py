@@ -27,7 +27,7 @@ class MambaLM(Decoder):
         self.norm = RMSNorm(hidden, config.layer_norm_epsilon)
         self.recurrent = Mamba(
             hidden,
-            int(config.expand * hidden),
+            config.intermediate_size,  # Falcon-Mamba's `expand` is another number
             config.state_size,
             int(config.time_step_rank),
             self.norm,
