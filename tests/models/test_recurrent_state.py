@@ -35,7 +35,6 @@ NEVER = "no model writes this"
         "qwen3_next-0",
         "qwen3_5_text-0",
         "mamba2-1",
-        "nemotron_h-0",
         "falcon_h1-0",
         "kimi_linear-0",
     ],

@@ -15,6 +15,7 @@ from hmt.layers import (
     GatedAttention,
     GatedDeltaNet,
     GatedFFN,
+    Mamba,
     Mamba2,
     Params,
     ResidualFFN,
@@ -40,7 +41,7 @@ class Hybrid(Decoder):
 
     norm: RMSNorm
     attention: Attention | GatedAttention
-    recurrent: GatedDeltaNet | Mamba2 | ShortConv
+    recurrent: GatedDeltaNet | Mamba | Mamba2 | ShortConv
     ffn: ResidualFFN
     router: Router
     expert: GatedFFN

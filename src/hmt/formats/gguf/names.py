@@ -37,6 +37,7 @@ _FUSED: Final = "attn_qkv"
 _FUSED_EXPERTS: Final = ("ffn_gate_exps", "ffn_up_exps")  # in ffn_gate_up_exps
 _PERMUTED: Final = ("attn_q", "attn_k")
 _CONVOLUTIONS: Final = ("ssm_conv1d", "shortconv.conv")
+_COLUMNS: Final = ("ssm_a", "ssm_d")  # of Mamba-2, whose norm of results has rows by group
 _BY_VALUE_HEAD: Final = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 
 
@@ -71,6 +72,8 @@ class Names:
 
 def names_of(architecture: Architecture, config: Mapping[str, Any]) -> Names:
     """The names of the file with this configuration."""
+    if not architecture.attends:
+        return Names(architecture, config["num_hidden_layers"], (0, 0), 0)
     heads = config["num_attention_heads"]
     keys = config.get("num_kv_heads", config["num_key_value_heads"])
     dim = config.get("head_dim", config["hidden_size"] // heads)
@@ -210,8 +213,12 @@ def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, Tenso
     recurs = int(layer) in names.recurs
     if recurs and not shifted:
         change = _delta_change(what, names)
+    elif what == "ssm_a":
+        change = _Change(decay=True)
     if what in _CONVOLUTIONS and len(record.shape) == 2:
         record = replace(record, shape=(record.shape[0], 1, record.shape[1]))
+    if (what in _COLUMNS and record.shape[1:] == (1,)) or what == "ssm_norm":
+        record = replace(record, shape=(prod(record.shape),))
     whole = names.layer.get(f"{what}.{kind or 'bias'}")
     if whole is not None:
         yield at + whole, record, change
