@@ -424,6 +424,19 @@ def _bailing_hybrid(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield ling(3, layer_types=kinds, kda_lower_bound=-2.5, **_rope(DEEPSEEK_YARN))
 
 
+def _olmo_hybrid(rng: random.Random) -> Iterator[dict[str, Any]]:
+    def olmo(seed: int, **given: Any) -> dict[str, Any]:
+        found = _delta(random.Random(seed), seed=seed, eos_token_id=1, **given)
+        del found["head_dim"], found["partial_rotary_factor"]
+        return found
+
+    yield olmo(4, linear_num_key_heads=2, linear_num_value_heads=4)
+    yield olmo(2, linear_allow_neg_eigval=False, attention_bias=True, tie_word_embeddings=True)
+    kinds = [FULL_KIND, LINEAR_KIND, LINEAR_KIND, FULL_KIND]
+    still = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+    yield olmo(3, layer_types=kinds, linear_conv_kernel_dim=2, **still)
+
+
 def _gpt_oss(rng: random.Random) -> Iterator[dict[str, Any]]:
     sparse = {"num_local_experts": 5, "head_dim": 10, "sliding_window": 6}
     yield _dense(rng, **sparse, num_experts_per_tok=2)  # rotary positions as published: YaRN
@@ -456,6 +469,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "nemotron_h": _nemotron_h,
     "kimi_linear": _kimi_linear,
     "bailing_hybrid": _bailing_hybrid,
+    "olmo_hybrid": _olmo_hybrid,
 }
 
 

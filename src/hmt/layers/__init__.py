@@ -21,6 +21,7 @@ from hmt.layers.moe import (
     router_inputs,
 )
 from hmt.layers.norm import RMSNorm
+from hmt.layers.post_norm_attention import PostNormAttention
 from hmt.layers.rope import (
     NoRotary,
     Rotary,

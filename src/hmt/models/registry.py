@@ -17,6 +17,7 @@ from hmt.models.lfm2 import Lfm2, Lfm2Moe
 from hmt.models.linear_attention import (
     BailingHybrid,
     KimiLinear,
+    OlmoHybrid,
     Qwen3Next,
     Qwen35,
     Qwen35Moe,
@@ -48,6 +49,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),
     "NemotronHForCausalLM": ("nemotron_h", NemotronH),
+    "OlmoHybridForCausalLM": ("olmo_hybrid", OlmoHybrid),
     "Phi3ForCausalLM": ("phi3", Phi3),
     "Qwen2ForCausalLM": ("qwen2", Qwen2),
     "Qwen3ForCausalLM": ("qwen3", Qwen3),
