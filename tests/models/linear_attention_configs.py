@@ -1,10 +1,10 @@
-"""Small random configurations of families with delta attention."""
+"""Small random configurations of families with linear attention."""
 
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from config_parts import DEEPSEEK_YARN, FULL_KIND, LINEAR_KIND, delta, latent, rope
+from config_parts import DEEPSEEK_YARN, FULL_KIND, LINEAR_KIND, YARN, delta, dense, latent, rope
 
 
 def _kimi(seed: int, **given: Any) -> dict[str, Any]:
@@ -72,8 +72,26 @@ def _olmo_hybrid(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield olmo(3, layer_types=kinds, linear_conv_kernel_dim=2, **still)
 
 
+def _minimax(rng: random.Random) -> Iterator[dict[str, Any]]:
+    def mini(**given: Any) -> dict[str, Any]:
+        kinds = [LINEAR_KIND, LINEAR_KIND, FULL_KIND, LINEAR_KIND]
+        sizes = {"num_hidden_layers": 4, "layer_types": kinds, "num_local_experts": 5}
+        return dense(rng, **(sizes | {"eos_token_id": 1, "block_size": 8} | given))
+
+    yield mini(num_experts_per_tok=2, head_dim=8)
+    factors = {"linear_attn_alpha_factor": 1.7, "full_attn_beta_factor": 0.6}
+    factors |= {"mlp_alpha_factor": 0.8, "mlp_beta_factor": 1.4}
+    yield mini(num_experts_per_tok=3, **factors)
+    kinds = [FULL_KIND, LINEAR_KIND, LINEAR_KIND, FULL_KIND]
+    yield mini(
+        layer_types=kinds, num_experts_per_tok=1, tie_word_embeddings=True,
+        full_attn_alpha_factor=3.6, linear_attn_beta_factor=0.5, head_dim=10, **rope(YARN),
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "kimi_linear": _kimi_linear,
     "bailing_hybrid": _bailing_hybrid,
     "olmo_hybrid": _olmo_hybrid,
+    "minimax": _minimax,
 }

@@ -26,7 +26,9 @@ POSITIONS = 400
 NEVER = "no model writes this"
 
 
-@pytest.fixture(scope="module", params=["qwen3_next-0", "qwen3_5_text-0", "kimi_linear-0"])
+@pytest.fixture(
+    scope="module", params=["qwen3_next-0", "qwen3_5_text-0", "kimi_linear-0", "minimax-0"]
+)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, PreTrainedModel]]:
@@ -133,6 +135,7 @@ def test_beams_are_those_of_transformers(made: tuple[Path, PreTrainedModel]) -> 
         torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         num_beams=3, num_return_sequences=3, max_new_tokens=8, do_sample=False,
         early_stopping=False, eos_token_id=None, pad_token_id=0,
+        use_cache=False,  # MiniMax' does not follow beams
     )  # fmt: skip
     with hmt.Engine(**OPTIONS, context=POSITIONS, max_batch=3) as engine:
         model = engine.load_model(folder)

@@ -5,6 +5,7 @@ from hmt.layers.delta_attention import DeltaAttention
 from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.lightning_attention import LightningAttention, lightning_decays
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mamba2 import Mamba2
 from hmt.layers.mla import LatentAttention

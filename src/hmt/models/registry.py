@@ -17,6 +17,7 @@ from hmt.models.lfm2 import Lfm2, Lfm2Moe
 from hmt.models.linear_attention import (
     BailingHybrid,
     KimiLinear,
+    MiniMax,
     OlmoHybrid,
     Qwen3Next,
     Qwen35,
@@ -46,6 +47,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Lfm2MoeForCausalLM": ("lfm2_moe", Lfm2Moe),
     "LlamaForCausalLM": ("llama", Llama),
     "Mamba2ForCausalLM": ("mamba2", Mamba2LM),
+    "MiniMaxForCausalLM": ("minimax", MiniMax),
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),
     "NemotronHForCausalLM": ("nemotron_h", NemotronH),
