@@ -231,8 +231,18 @@ def published(model: PreTrainedModel, folder: Path) -> tuple[dict[str, Any], dic
     """(config.json, tensors by name) as transformers publishes `model`."""
     transformers_logging.disable_progress_bar()
     model.save_pretrained(folder)
-    tensors = _experts_apart(load_file(folder / "model.safetensors"))
+    tensors = _experts_apart(_joined(load_file(folder / "model.safetensors")))
     return json.loads((folder / "config.json").read_text()), tensors
+
+
+def _joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convolutions of queries, keys and values as one, as hmt.formats finds them."""
+    end = "_conv1d.weight"
+    for name in [name for name in tensors if name.endswith(f".q{end}")]:
+        at = name.removesuffix(f"q{end}")
+        parts = [tensors.pop(f"{at}{part}{end}") for part in "qkv"]
+        tensors[f"{at}conv1d.weight"] = torch.cat(parts)
+    return tensors
 
 
 def _experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,22 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import linear_attention_configs
+from config_parts import DEEPSEEK_YARN, LINEAR, LLAMA3, YARN
+from config_parts import delta as _delta
+from config_parts import dense as _dense
+from config_parts import latent as _latent
+from config_parts import rope as _rope
 from transformers import CONFIG_MAPPING
 
 PROMPT_TOKENS = 23
 LONGEST_SHORT = 8  # of LongRoPE: longer sequences use the long factors
-
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-DEEPSEEK_YARN = {**YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.9}
-FULL_KIND, LINEAR_KIND = "full_attention", "linear_attention"
-LINEAR = {"rope_type": "linear", "factor": 3.0}
 
 
 @dataclass(frozen=True)
@@ -40,29 +34,6 @@ class Case:
     seed: int
     first_chunk: int = 1
     options: dict[str, Any] = field(default_factory=dict)
-
-
-def _rope(parameters: dict[str, Any], theta: float = 5000.0) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": theta, **parameters}}
-
-
-def _dense(rng: random.Random, **given: Any) -> dict[str, Any]:
-    """Sizes that most families share; an odd number of query heads per key-value head."""
-    kv_heads = rng.choice([1, 2])
-    heads = kv_heads * rng.choice([1, 3, 5])
-    dim = rng.choice([6, 10, 12])
-    sizes = {
-        "vocab_size": rng.randrange(260, 700),
-        "hidden_size": heads * dim,
-        "intermediate_size": rng.randrange(30, 90),
-        "num_hidden_layers": 3,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
-        "pad_token_id": None,
-    }
-    return sizes | given
 
 
 def _llama(rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -151,24 +122,6 @@ def _qwen3_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
         norm_topk_prob=True,
         **_rope(YARN),
     )
-
-
-def _delta(rng: random.Random, **given: Any) -> dict[str, Any]:
-    """Two delta nets, attention, a delta net; several value heads for each key head."""
-    kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-    key_heads = rng.choice([1, 2, 3])
-    sizes = {
-        "num_hidden_layers": 4,
-        "layer_types": kinds,
-        "head_dim": rng.choice([8, 12]),
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": key_heads * rng.choice([1, 2, 3]),
-        "linear_key_head_dim": rng.choice([6, 8, 10]),
-        "linear_value_head_dim": rng.choice([5, 8, 12]),
-        "linear_conv_kernel_dim": rng.choice([3, 4]),
-        "partial_rotary_factor": 0.5,
-    }
-    return _dense(rng, **(sizes | given))
 
 
 def _delta_experts(rng: random.Random, **given: Any) -> dict[str, Any]:
@@ -356,26 +309,6 @@ def _jamba(rng: random.Random) -> Iterator[dict[str, Any]]:
     )  # fmt: skip
 
 
-def _latent(rng: random.Random, **given: Any) -> dict[str, Any]:
-    heads = rng.choice([2, 3, 5])
-    sizes = {
-        "hidden_size": heads * rng.choice([10, 12]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": rng.choice([12, 20]),
-        "kv_lora_rank": rng.choice([16, 24]),
-        "qk_nope_head_dim": rng.choice([6, 10]),
-        "qk_rope_head_dim": rng.choice([4, 6]),
-        "v_head_dim": rng.choice([6, 8]),
-        "n_routed_experts": 12,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 20,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-    }
-    return _dense(rng, **(sizes | given))
-
-
 def _deepseek_v2(rng: random.Random) -> Iterator[dict[str, Any]]:
     grouped = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
     yield _latent(rng, q_lora_rank=None, n_shared_experts=2, norm_topk_prob=False)
@@ -399,52 +332,6 @@ def _deepseek_v3(rng: random.Random) -> Iterator[dict[str, Any]]:
         attention_bias=True,
         **_rope(DEEPSEEK_YARN),
     )
-
-
-def _kimi(rng: random.Random, **given: Any) -> dict[str, Any]:
-    """A delta net, latent attention, two delta nets; a dense network in the first layer."""
-    sizes = {
-        "num_hidden_layers": 4,
-        "layer_types": [LINEAR_KIND, FULL_KIND, LINEAR_KIND, LINEAR_KIND],
-        "linear_head_dim": rng.choice([8, 10, 12]),
-        "linear_num_heads": rng.choice([2, 3]),
-        "linear_conv_kernel_dim": rng.choice([3, 4]),
-        "num_local_experts": 12,
-        "n_group": 1,
-        "topk_group": 1,
-        "eos_token_id": 1,
-        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    }
-    found = _latent(rng, **(sizes | given))
-    del found["n_routed_experts"], found["first_k_dense_replace"]
-    return found
-
-
-def _kimi_linear(rng: random.Random) -> Iterator[dict[str, Any]]:
-    # Latents so small that prompts are absorbed, too: what is expanded depends on chunks.
-    small = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 10, "v_head_dim": 8}
-    yield _kimi(rng, **small, linear_conv_kernel_dim=4)
-    yield _kimi(rng, n_group=4, topk_group=2, norm_topk_prob=False, attention_bias=True)
-    kinds = [FULL_KIND, LINEAR_KIND, LINEAR_KIND, FULL_KIND]
-    sparse = ["sparse", "dense", "sparse", "dense"]
-    yield _kimi(
-        rng, layer_types=kinds, mlp_layer_types=sparse, n_shared_experts=2, num_experts_per_tok=1,
-        linear_conv_kernel_dim=2,
-    )  # fmt: skip
-
-
-def _bailing_hybrid(rng: random.Random) -> Iterator[dict[str, Any]]:
-    def ling(**given: Any) -> dict[str, Any]:
-        found = _kimi(rng, **given)
-        found["head_dim"] = found.pop("linear_head_dim")
-        found["short_conv_kernel_size"] = found.pop("linear_conv_kernel_dim")
-        del found["linear_num_heads"]
-        return found
-
-    yield ling(q_lora_rank=None, n_group=4, topk_group=2, linear_head_dim=12)
-    yield ling(kda_safe_gate=False, attention_bias=True, n_shared_experts=2)
-    kinds = [FULL_KIND, LINEAR_KIND, LINEAR_KIND, FULL_KIND]
-    yield ling(layer_types=kinds, kda_lower_bound=-2.5, **_rope(DEEPSEEK_YARN))
 
 
 def _gpt_oss(rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -477,11 +364,10 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
-    "kimi_linear": _kimi_linear,
-    "bailing_hybrid": _bailing_hybrid,
     "mamba": _mamba,
     "falcon_mamba": _mamba,
     "jamba": _jamba,
+    **linear_attention_configs.FAMILIES,
 }
 
 
@@ -492,6 +378,7 @@ def cases(*families: str) -> list[Case]:
         if families and family not in families:
             continue
         for variant, fields in enumerate(_FAMILIES[family](random.Random(number))):
+            seed = fields.pop("seed", 100 * number + variant)
             config = CONFIG_MAPPING[family](**fields)
             rotary = getattr(config, "rope_parameters", None) or {}
             long = rotary.get("rope_type") == "longrope"
@@ -501,7 +388,7 @@ def cases(*families: str) -> list[Case]:
             # transformers reads the field but does not hand it to the attention it computes.
             options = {"softcap": softcap} if softcap else {}
             name = f"{family}-{variant}"
-            found.append(Case(name, config, 100 * number + variant, first_chunk, options))
+            found.append(Case(name, config, seed, first_chunk, options))
     return found
 
 
@@ -513,5 +400,5 @@ def families() -> tuple[str, ...]:
 def first_fields(family: str) -> dict[str, Any]:
     """Fields of a family's first variant, without rotary ones."""
     fields = next(_FAMILIES[family](random.Random(1)))
-    rotary = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq")
-    return {name: value for name, value in fields.items() if name not in rotary}
+    left = ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "seed")
+    return {name: value for name, value in fields.items() if name not in left}

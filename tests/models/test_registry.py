@@ -157,7 +157,7 @@ def test_published_kimi_linear() -> None:
     attention, moe = "model.layers.1.self_attn.", "model.layers.1.block_sparse_moe."
     assert {
         "model.layers.0.mlp.gate_proj.weight", "model.layers.3.self_attn.kv_b_proj.weight",
-        f"{attention}A_log", f"{attention}dt_bias", f"{attention}q_conv1d.weight",
+        f"{attention}A_log", f"{attention}dt_bias", f"{attention}conv1d.weight",
         f"{attention}f_b_proj.weight", f"{attention}g_a_proj.weight", f"{attention}o_norm.weight",
         f"{moe}gate.e_score_correction_bias", f"{moe}shared_experts.up_proj.weight",
         f"{moe}experts.3.w2.weight",

@@ -71,6 +71,8 @@ def config_of(family: str, kind: str, **more: Any) -> Any:
     if "layer_types" in fields:
         others = [kind for kind in fields["layer_types"] if kind != "full_attention"]
         fields["layer_types"] = [*others[:1], "full_attention"]
+    if "mlp_layer_types" in fields:
+        fields["mlp_layer_types"] = fields["mlp_layer_types"][:2]
     fields["max_position_embeddings"] = BORDER if kind == "dynamic" else 96
     config = CONFIG_MAPPING[family](**fields)
     dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)

@@ -5,6 +5,7 @@ from hmt.layers.delta_attention import DeltaAttention
 from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.lightning_attention import LightningAttention, lightning_decays
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mamba import Mamba
 from hmt.layers.mamba2 import Mamba2
@@ -22,6 +23,7 @@ from hmt.layers.moe import (
     router_inputs,
 )
 from hmt.layers.norm import RMSNorm
+from hmt.layers.post_norm_attention import PostNormAttention
 from hmt.layers.rope import (
     NoRotary,
     Rotary,

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec, Role
@@ -12,8 +11,6 @@ from hmt.contracts.store import KVCache
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
-
-_CONVOLUTIONS = ("q_conv", "k_conv", "v_conv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +76,15 @@ class DeltaAttention:
             for name, width in zip("qkv", widths, strict=True)
             for param in linear_params(f"{name}_proj", width, hidden, f"{at}{name}_proj")
         ]
-        convolutions = [
-            ParamSpec(name, (width, 1, self.conv), (f"{at}{name[0]}_conv1d.weight",), Role.VECTOR)
-            for name, width in zip(_CONVOLUTIONS, widths, strict=True)
-        ]
+        # Published as q_conv1d, k_conv1d and v_conv1d: hmt.formats joins them.
+        conv = ParamSpec("conv", (heads.width, 1, self.conv), (f"{at}conv1d.weight",), Role.VECTOR)
         scales, one = self.scale_shape or (heads.heads,), (heads.heads, hidden)
         return (
             *inputs,
             *self._two("decays", self.decay, self.decay_rank, heads.decays_width, at),
             *self._two("gate", "g", self.gate_rank, heads.values_width, at),
             ParamSpec("rate", one, (f"{at}b_proj.weight",), Role.VECTOR),
-            *convolutions,
+            conv,
             ParamSpec("decay_scale", scales, (f"{at}A_log",), Role.VECTOR),
             ParamSpec("decay_bias", (heads.decays_width,), (f"{at}dt_bias",), Role.VECTOR),
             self.out_norm.param("out_norm", f"{at}o_norm.weight"),
@@ -125,7 +120,7 @@ class DeltaAttention:
         state = kv.state(layer, step)
         qkv = ops.causal_conv(
             ops.linear_many(x, params, ("q_proj", "k_proj", "v_proj")),
-            torch.cat([params[name].data.squeeze(1) for name in _CONVOLUTIONS]),
+            params["conv"].data.squeeze(1),
             state.tensors["conv"],
             state.runs,
         )

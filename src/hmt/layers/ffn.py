@@ -60,7 +60,8 @@ class GatedFFN:
 class ResidualFFN:
     """A dense layer's second half: a norm, the network, and their result added to what came in.
 
-    post_norm   the network's result is normed too, before it is added (Gemma)
+    pre_norm    the network's input is normed
+    post_norm   the network's result is normed, before it is added (Gemma)
     factors     what the gate is multiplied with before its activation, and the network's result
     layer       what kernels need to know of all this
     """
@@ -68,6 +69,7 @@ class ResidualFFN:
     ffn: GatedFFN
     norm: RMSNorm
     post_norm: bool = False
+    pre_norm: bool = True
     factors: tuple[float, float] = (1.0, 1.0)
     layer: ops.FeedForward = field(init=False)
 
@@ -75,7 +77,8 @@ class ResidualFFN:
         assert not self.ffn.prefix
         norm = self.norm.options
         post_norm = norm if self.post_norm else None
-        layer = ops.FeedForward(self.ffn.activation, norm, post_norm, *self.factors)
+        pre_norm = norm if self.pre_norm else None
+        layer = ops.FeedForward(self.ffn.activation, pre_norm, post_norm, *self.factors)
         object.__setattr__(self, "layer", layer)
 
     @property

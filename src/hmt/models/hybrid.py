@@ -12,12 +12,14 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import (
     Attention,
+    DeltaAttention,
     GatedAttention,
     GatedDeltaNet,
     GatedFFN,
     Mamba,
     Mamba2,
     Params,
+    PostNormAttention,
     ResidualFFN,
     RMSNorm,
     Router,
@@ -40,13 +42,17 @@ class Hybrid(Decoder):
     """
 
     norm: RMSNorm
-    attention: Attention | GatedAttention
-    recurrent: GatedDeltaNet | Mamba | Mamba2 | ShortConv
+    attention: Attention | GatedAttention | PostNormAttention
+    recurrent: DeltaAttention | GatedDeltaNet | Mamba | Mamba2 | ShortConv
     ffn: ResidualFFN
     router: Router
     expert: GatedFFN
     attends: list[bool]
     sparse: list[bool]
+
+    def network(self, index: int) -> ResidualFFN:
+        """The dense network of layer `index`."""
+        return self.ffn
 
     def shared_expert(self, x: Tensor, params: Params) -> Tensor | None:
         """What an expert that all tokens share gives for x [tokens, hidden_size]; None without."""
@@ -61,7 +67,7 @@ class Hybrid(Decoder):
             x = mixer(hidden, index, step, params, kv)
         if not self.sparse[index]:
             with weights.lease(BlockId(index, BlockKind.FFN)) as params:
-                return self.ffn(hidden, x, params)
+                return self.network(index)(hidden, x, params)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
             x = self.norm.add(hidden, x, params["norm"])
             routing = self.router(x, params)

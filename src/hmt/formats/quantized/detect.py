@@ -10,6 +10,7 @@ from hmt.formats.quantized.auto_round import find_auto_round
 from hmt.formats.quantized.awq import find_awq
 from hmt.formats.quantized.bitsandbytes import find_bitsandbytes
 from hmt.formats.quantized.compressed_tensors import find_compressed
+from hmt.formats.quantized.convolutions import find_convolutions
 from hmt.formats.quantized.fp8 import find_fp8
 from hmt.formats.quantized.gpt_oss import find_gpt_oss
 from hmt.formats.quantized.gptq import find_gptq
@@ -70,6 +71,7 @@ def find_forms(
             find_gpt_oss(found)
         elif architecture in _STACKED:
             find_stacked_experts(found)
+        find_convolutions(found)
         return found
     if method not in _METHODS:
         raise CheckpointError(
@@ -79,6 +81,7 @@ def find_forms(
         )
     found = Quantized(folder, section, method, records)
     _METHODS[method](found)
+    find_convolutions(found)
     return found
 
 

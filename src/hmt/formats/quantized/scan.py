@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import CheckpointError, MissingFileError, ShapeError, os_reason
-from hmt.contracts.checkpoint import FileRange, FormName, Published, PublishedPart, TensorRecord
+from hmt.contracts.checkpoint import (
+    FileRange,
+    Form,
+    FormName,
+    Published,
+    PublishedPart,
+    TensorRecord,
+)
 from hmt.contracts.encoding import Encoding
 
 
@@ -27,7 +34,7 @@ class Quantized:
     config: Mapping[str, Any]
     method: str
     records: Mapping[str, TensorRecord]
-    forms: dict[str, Published | TensorRecord] = field(default_factory=dict)
+    forms: dict[str, Form] = field(default_factory=dict)
     spare: set[str] = field(default_factory=set)
 
     def modules(self, *suffixes: str) -> Iterator[tuple[str, str]]:

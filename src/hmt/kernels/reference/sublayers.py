@@ -47,21 +47,22 @@ class FeedForward:
     """Activation and norms of `feed_forward`; one for each kind of layer, kept.
 
     activation    as for `gated`
+    norm          of what comes in; None for none
     post_norm     of the result, before it is added; None for none
     gate_factor   what the gate is multiplied with before its activation
     factor        what the result is multiplied with
     """
 
     activation: str
-    norm: NormOptions
+    norm: NormOptions | None
     post_norm: NormOptions | None = None
     gate_factor: float = 1.0
     factor: float = 1.0
 
     @property
     def is_usual(self) -> bool:
-        """Nothing is multiplied with a factor."""
-        return self.gate_factor == self.factor == 1
+        """What comes in is normed, and nothing is multiplied with a factor."""
+        return self.norm is not None and self.gate_factor == self.factor == 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,11 +217,13 @@ def feed_forward(
     `x` may be None.  Uses `norm`, `gate_proj`, `up_proj`, `down_proj` with their biases, and
     `post_norm` of `params`; without `gate_proj` that is `up_proj`, too.  Factors: see FeedForward.
     """
-    norm, eps, offset = params["norm"].data, layer.norm.eps, layer.norm.offset
-    if x is None:
-        normed = kernels.rms_norm(hidden, norm, eps, offset=offset)
+    if (norm := layer.norm) is None:
+        normed = hidden if x is None else hidden.add_(x)
+    elif x is None:
+        normed = kernels.rms_norm(hidden, params["norm"].data, norm.eps, offset=norm.offset)
     else:
-        normed = kernels.add_rms_norm(hidden, x, norm, eps, offset=offset)
+        by = params["norm"].data
+        normed = kernels.add_rms_norm(hidden, x, by, norm.eps, offset=norm.offset)
     if "gate_proj" in params:
         pair = kernels.linear_many(normed, params, GATE_UP)
         if layer.gate_factor != 1:

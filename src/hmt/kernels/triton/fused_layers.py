@@ -46,7 +46,8 @@ from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 def feed_forward(
     hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
 ) -> None:
-    """See `reference.feed_forward`: changes hidden [tokens, width]."""
+    """See `reference.feed_forward`: changes hidden [tokens, width]; of layers that are usual."""
+    assert layer.norm is not None
     if _is_one_token(hidden, x, params, layer):
         _feed_one_token(hidden, x, params, layer)
         return
@@ -86,6 +87,7 @@ def _feed_one_token(
     hidden: Tensor, x: Tensor | None, params: Mapping[str, WeightTensor], layer: FeedForward
 ) -> None:
     """hidden + x is computed twice, as no program of the first launch may write what all read."""
+    assert layer.norm is not None
     weights = [params[name] for name in GATE_UP]
     biases = [_bias_of(params, name) for name in GATE_UP]
     inner = hidden.new_empty(1, weights[0].shape[0])

@@ -1,6 +1,8 @@
-"""Families with linear attention in some layers: delta rules, which replace what they know."""
+"""Families with linear attention in some layers: delta rules, and lightning attention."""
 
 from hmt.models.linear_attention.bailing_hybrid import BailingHybrid
 from hmt.models.linear_attention.kimi_linear import KimiLinear
+from hmt.models.linear_attention.minimax import MiniMax
+from hmt.models.linear_attention.olmo_hybrid import OlmoHybrid
 from hmt.models.linear_attention.qwen3_5 import Qwen35, Qwen35Moe
 from hmt.models.linear_attention.qwen3_next import Qwen3Next

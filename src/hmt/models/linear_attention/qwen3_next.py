@@ -67,7 +67,7 @@ class DeltaHybrid(Hybrid):
         )
         self.recurrent = GatedDeltaNet(
             config.hidden_size,
-            _delta_heads(config),
+            delta_heads(config),
             self.norm,
             convolution_taps(config, "linear_conv_kernel_dim"),
             config.rms_norm_eps,
@@ -149,11 +149,12 @@ class Qwen3Next(DeltaHybrid):
         super().__init__(config, dtype, grouped=True, sparse=sparse, renormalise=renormalise)
 
 
-def _delta_heads(config: Config) -> ops.DeltaHeads:
+def delta_heads(config: Config, *, most_rate: float = 1.0) -> ops.DeltaHeads:
     """Sizes of the delta rule's heads.  Raises CheckpointError where they do not go together."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if values % keys:
         raise CheckpointError(
             f"{values} value heads of linear attention cannot share {keys} key heads evenly"
         )
-    return ops.DeltaHeads(keys, values, config.linear_key_head_dim, config.linear_value_head_dim)
+    dims = config.linear_key_head_dim, config.linear_value_head_dim
+    return ops.DeltaHeads(keys, values, *dims, most_rate=most_rate)
