@@ -219,3 +219,22 @@ def test_interrupts_at_any_moment_leave_a_working_engine() -> None:
     finally:
         child.kill()
         child.communicate()
+
+
+@pytest.mark.parametrize("name", ["next_step", "fork", "take_ended"])
+def test_a_fault_of_the_scheduler_ends_requests_and_not_the_engine(
+    name: str, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, faults = model._core.scheduler, [ZeroDivisionError("a fault")]
+    own = getattr(scheduler, name)
+
+    def fails_once(*given: Any, **named: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return own(*given, **named)
+
+    monkeypatch.setattr(scheduler, name, fails_once)
+    with pytest.raises(HMTError, match=r"internal error.*a fault"):
+        model.infer_batch([hmt.Request(CHAT, 8, ignore_eos=True) for _ in range(3)])
+    assert len(model.infer(hmt.Request(CHAT, 8, ignore_eos=True)).token_ids) == 8
+    assert_nothing_runs(model)

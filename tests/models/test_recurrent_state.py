@@ -192,6 +192,7 @@ def test_who_was_sent_back_goes_on_where_it_was(
         assert computed_tokens(model) == wanted
 
 
+@pytest.mark.parametrize("made", ["qwen3_next-0", "mamba2-1"], indirect=True)
 def test_who_gives_its_pages_up_has_them_on_the_disk(
     made: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hmt.base.errors import Cancelled
+from hmt.base.errors import Cancelled, HMTError
 from hmt.base.trace import Tracer
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.beam_search import BeamSearch
@@ -94,6 +94,14 @@ class EngineCore:
 
         When none waits, some pages that ended sequences leave to others are saved.
         """
+        try:
+            return self._advance()
+        except Exception as error:  # or their owners would wait for a thread that has ended
+            self.runner.abandon()
+            self._fail_all(reported(error))
+            return True
+
+    def _advance(self) -> bool:
         self._forms.settle(self._settled)
         begin = time.perf_counter()
         output = self.scheduler.next_step()
@@ -183,6 +191,14 @@ class EngineCore:
             if (processor := self._processors.pop(sequence.number, None)) is not None:
                 processor.ended()
 
+    def _fail_all(self, error: HMTError) -> None:
+        """End all requests by `error`."""
+        for sequence in self.scheduler.sequences():
+            sequence.fail(error)
+            self.scheduler.retire(sequence)
+        self._tell_ended()
+        self.load = self.scheduler.load
+
     def add(self, processors: Many[OutputProcessor]) -> None:
         """Queue requests whose states the scheduler has checked."""
         for processor in processors:
@@ -199,10 +215,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Fail what still runs, and free all memory."""
-        for sequence in self.scheduler.sequences():
-            sequence.fail(Cancelled("the model was closed while this request ran"))
-            self.scheduler.retire(sequence)
-        self._tell_ended()
+        self._fail_all(Cancelled("the model was closed while this request ran"))
         if self.memory.prefixes is not None:
             while save_some(self.memory.prefixes):
                 pass

@@ -38,7 +38,7 @@ class Choices:
         """
         if self._rooms.allocator.can_rewind():
             return leader
-        if len(waiting) <= places:
+        if not waiting or len(waiting) <= places:  # more may run than the limit now allows
             return None
         try:  # the last has all others before it, so all have copied it when that begins
             return waiting[-1] if self._rooms.copy_prompt(leader, waiting[-1]) else None
