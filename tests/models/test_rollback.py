@@ -17,6 +17,7 @@ from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine import LoadedModel
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
+from hmt.kernels.cpu import extension
 from hmt.layers.short_conv import ShortConv
 
 DRAFTS = 5
@@ -48,6 +49,13 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(autouse=True)
 def _link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """To the bit, unless torch multiplies, which adds otherwise by how many tokens there are."""
+    if extension.load() is not None:
+        return torch.equal(found, wanted)
+    return float((found - wanted).abs().max()) <= 1e-4 * max(1.0, float(wanted.std()))
 
 
 class Text:
@@ -163,7 +171,7 @@ def test_guesses_leave_nothing(name: str, way: str, folder_of: Callable[[str], P
         assert forked
         for text, logits in zip([first, running[2], running[1]], wanted, strict=True):
             for position in range(len(text.tokens)):
-                assert torch.equal(text.logits[position], logits[position]), position
+                assert same(text.logits[position], logits[position]), position
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text-0", "lfm2-0"])
@@ -190,7 +198,7 @@ def test_checkpoints_are_made_between_guesses(name: str, folder_of: Callable[[st
         while text.at < len(tokens):
             steps.run([(text, min(9, len(tokens) - text.at), [])])
         for position in range(64, len(tokens)):
-            assert torch.equal(text.logits[position], wanted[position])
+            assert same(text.logits[position], wanted[position])
 
 
 @pytest.mark.parametrize("gpu", [False, True])
