@@ -10,7 +10,7 @@ import torch
 from hybrid_models import ids, publish
 
 import hmt
-from hmt.base.errors import ConfigError
+from hmt.base.errors import BudgetError, ConfigError
 from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
@@ -199,6 +199,40 @@ def test_checkpoints_are_made_between_guesses(name: str, folder_of: Callable[[st
             steps.run([(text, min(9, len(tokens) - text.at), [])])
         for position in range(64, len(tokens)):
             assert same(text.logits[position], wanted[position])
+
+
+def test_a_checkpoint_of_a_step_that_failed_is_none(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails when some layers have copied their state, and others have not."""
+    tokens = ids(60, 7)
+    with hmt.Engine(**OPTIONS, prefix_cache=True) as engine:
+        model = engine.load_model(folder_of("qwen3_5_text-0"))
+        steps, prefixes = Steps(model), model._core.memory.prefixes
+        [wanted] = undisturbed(steps, [tokens])
+        opened = steps.call(lambda: prefixes.open(len(tokens) + DRAFTS, tokens[:30]))
+        text = Text(tokens, opened.sequence)
+        for count in (16, 14):
+            steps.run([(text, count, [])])
+        steps.run([(text, 1, tokens[31:35])])
+        layer = type(model.prepared.model).layer
+
+        def fails(self: Any, index: int, *args: Any) -> torch.Tensor:
+            if index == 1:
+                raise BudgetError("a layer fails")
+            return layer(self, index, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.prepared.model), "layer", fails)
+            with pytest.raises(BudgetError, match="a layer fails"):
+                steps.run([(text, 1, [])])
+        steps.call(lambda: prefixes.close(text.sequence, tokens[:35]))
+        again = steps.call(lambda: prefixes.open(len(tokens), tokens))
+        assert again.held == 16
+        text = Text(tokens, again.sequence, again.held)
+        while text.at < len(tokens):
+            steps.run([(text, 4, [])])
+        assert all(same(row, wanted[at]) for at, row in text.logits.items())
 
 
 @pytest.mark.parametrize("gpu", [False, True])
