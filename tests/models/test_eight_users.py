@@ -7,7 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hybrid_models import drawn, ids, publish
+from hybrid_models import ids, publish
 
 import hmt
 from hmt.engine import LoadedModel
@@ -38,7 +38,9 @@ def talk(model: LoadedModel, user: int, turns: int) -> list[tuple[int, ...]]:
     """A user's answers; every second user has a priority, and all begin alike."""
     tokens, answers = [*ids(32, 99), *ids(12, user)], []
     for turn in range(turns):
-        asked = drawn(tokens, 10 * user + turn, 14, stop="no model writes this", priority=user % 2)
+        asked = hmt.Request(
+            tokens, 14, ignore_eos=True, stop="no model writes this", priority=user % 2
+        )
         answers.append(model.infer(asked).token_ids)
         tokens = [*tokens, *answers[-1], *ids(9, 100 + turn)]
     return answers

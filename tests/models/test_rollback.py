@@ -10,13 +10,14 @@ import torch
 from hybrid_models import ids, publish
 
 import hmt
-from hmt.base.errors import ConfigError
+from hmt.base.errors import BudgetError, ConfigError
 from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine import LoadedModel
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
+from hmt.kernels.cpu import extension
 from hmt.layers.short_conv import ShortConv
 
 DRAFTS = 5
@@ -48,6 +49,13 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(autouse=True)
 def _link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """To the bit, unless torch multiplies, which adds otherwise by how many tokens there are."""
+    if extension.load() is not None:
+        return torch.equal(found, wanted)
+    return float((found - wanted).abs().max()) <= 1e-4 * max(1.0, float(wanted.std()))
 
 
 class Text:
@@ -163,7 +171,7 @@ def test_guesses_leave_nothing(name: str, way: str, folder_of: Callable[[str], P
         assert forked
         for text, logits in zip([first, running[2], running[1]], wanted, strict=True):
             for position in range(len(text.tokens)):
-                assert torch.equal(text.logits[position], logits[position]), position
+                assert same(text.logits[position], logits[position]), position
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text-0", "lfm2-0"])
@@ -190,7 +198,41 @@ def test_checkpoints_are_made_between_guesses(name: str, folder_of: Callable[[st
         while text.at < len(tokens):
             steps.run([(text, min(9, len(tokens) - text.at), [])])
         for position in range(64, len(tokens)):
-            assert torch.equal(text.logits[position], wanted[position])
+            assert same(text.logits[position], wanted[position])
+
+
+def test_a_checkpoint_of_a_step_that_failed_is_none(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails when some layers have copied their state, and others have not."""
+    tokens = ids(60, 7)
+    with hmt.Engine(**OPTIONS, prefix_cache=True) as engine:
+        model = engine.load_model(folder_of("qwen3_5_text-0"))
+        steps, prefixes = Steps(model), model._core.memory.prefixes
+        [wanted] = undisturbed(steps, [tokens])
+        opened = steps.call(lambda: prefixes.open(len(tokens) + DRAFTS, tokens[:30]))
+        text = Text(tokens, opened.sequence)
+        for count in (16, 14):
+            steps.run([(text, count, [])])
+        steps.run([(text, 1, tokens[31:35])])
+        layer = type(model.prepared.model).layer
+
+        def fails(self: Any, index: int, *args: Any) -> torch.Tensor:
+            if index == 1:
+                raise BudgetError("a layer fails")
+            return layer(self, index, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.prepared.model), "layer", fails)
+            with pytest.raises(BudgetError, match="a layer fails"):
+                steps.run([(text, 1, [])])
+        steps.call(lambda: prefixes.close(text.sequence, tokens[:35]))
+        again = steps.call(lambda: prefixes.open(len(tokens), tokens))
+        assert again.held == 16
+        text = Text(tokens, again.sequence, again.held)
+        while text.at < len(tokens):
+            steps.run([(text, 4, [])])
+        assert all(same(row, wanted[at]) for at, row in text.logits.items())
 
 
 @pytest.mark.parametrize("gpu", [False, True])

@@ -80,6 +80,7 @@ class StateStore:
         self._segments: tuple[Segment, ...] | None = None  # of the step that has begun
         self._runs = ops.StateRuns()
         self._replay: StepReplay | None = None
+        self._copying: list[tuple[int, int]] = []  # checkpoints that its layers make
         self._ahead: dict[int, int] = {}  # by sequence: the slot that a step on a guess changes
         self._captured: Step | None = None  # that stands for it in a capture
         self._captured_runs = ops.StateRuns()
@@ -190,6 +191,7 @@ class StateStore:
         """
         if self.checkpoints is None:
             return
+        self._end_copies()
         position = self._positions.get(sequence, 0) - self._pending.get(sequence, 0)
         if position:
             self._copy_out(Segment(sequence, position, 0, 0), 0)
@@ -238,6 +240,7 @@ class StateStore:
 
     def _begin(self, step: Step) -> ops.StateRuns:
         """The runs of a step, by whose tokens every layer will advance its state."""
+        self._end_copies()
         opened = self.slots.sequences
         for sequence in self._positions.keys() - opened:
             del self._positions[sequence]
@@ -249,6 +252,15 @@ class StateStore:
         if any(run.lags for run in runs):
             self._replay = StepReplay(runs, self._journal.drafts, self._memory.device)
         return ops.StateRuns(run.usual for run in runs)
+
+    def _end_copies(self) -> None:
+        """Checkpoints that layers were to make are there, unless the step failed before the end."""
+        copying, self._copying = self._copying, []
+        if self.checkpoints is None or self._replay is None:
+            return
+        if self._replay.layers < len(self._layers):
+            for sequence, position in copying:
+                self.checkpoints.take_back(sequence, position)
 
     def _begin_run(self, run: Segment) -> JournaledRun:
         held = self._positions.get(run.sequence, 0)
@@ -283,6 +295,7 @@ class StateStore:
         if slot is None:
             return None
         if border > behind:
+            self._copying.append((run.sequence, border))
             return border - behind, slot
         self._memory[slot] = self._memory[self.slot_of(run.sequence)]
         return None

@@ -118,6 +118,12 @@ class StateCheckpoints:
         """
         return self._add(sequence, _Copy(-1, position, True, True, self._ended))
 
+    def take_back(self, sequence: int, position: int) -> None:
+        """The state behind `position` of a running sequence was not copied after all."""
+        copy = self._running.get(sequence, {}).pop(position, None)
+        if copy is not None:
+            self._give(copy)
+
     def longest(self, pages: Ints) -> int:
         """How many of the first `pages` of a sequence end with a state that is kept."""
         for count in range(len(pages), 0, -1):

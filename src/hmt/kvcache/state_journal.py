@@ -119,10 +119,14 @@ class _Part:
 
 
 class StepReplay:
-    """What a step does to states of which some are behind their sequences, for all layers."""
+    """What a step does to states of which some are behind their sequences, for all layers.
+
+    layers   that have done it
+    """
 
     def __init__(self, runs: Sequence[JournaledRun], drafts: int, where: torch.device) -> None:
         """`drafts`: tokens that a journal has room for, of each slot."""
+        self.layers = 0
         self._usual = ops.StateRuns(run.usual for run in runs if not run.lags)
         late = [run for run in runs if run.lags]
         self._parts = [
@@ -159,6 +163,7 @@ class StepReplay:
                     tensor[to] = tensor[slot]
         guesses = [numbers[self._guesses].flatten(1).float() for numbers in inputs]
         journal[self._entries] = torch.cat(guesses, dim=1)
+        self.layers += 1
         assert out is not None, "a step without a run"
         return out
 
