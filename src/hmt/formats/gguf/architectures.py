@@ -42,7 +42,15 @@ from hmt.formats.gguf.fields import (
     tensor,
     window,
 )
-from hmt.formats.gguf.hybrid import LFM2, LFM2MOE, QWEN3NEXT, QWEN35, QWEN35MOE
+from hmt.formats.gguf.hybrid import (
+    BAILINGMOE3,
+    KIMI_LINEAR,
+    LFM2,
+    LFM2MOE,
+    QWEN3NEXT,
+    QWEN35,
+    QWEN35MOE,
+)
 from hmt.formats.gguf.keys import Keys
 from hmt.formats.gguf.special import (
     COHERE2MOE,
@@ -91,6 +99,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
     "arcee": Architecture(
         "ArceeForCausalLM", "arcee", {"hidden_act": "relu2", "mlp_bias": False}, turned=True
     ),
+    "bailingmoe3": BAILINGMOE3,
     "bloom": Architecture(
         "BloomForCausalLM",
         "bloom",
@@ -290,6 +299,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         {"hidden_act": "relu2", **_BIASES, "mlp_bias": tensor("blk.0.ffn_up.bias")},
         epsilon=(LAYER_NORM, "layer_norm_eps"),
     ),
+    "kimi-linear": KIMI_LINEAR,
     "lfm2": LFM2,
     "lfm2moe": LFM2MOE,
     "llama": llama,
