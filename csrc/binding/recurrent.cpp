@@ -70,6 +70,23 @@ void bind_recurrent(nb::module_& m) {
           Kernel kernel;
           state_space_scan(scan, {runs.data(), runs.size()}, threads);
         });
+  m.def("selective_scan",
+        [](int type, std::tuple<size_t, size_t> sizes,
+           const std::vector<std::tuple<Address, size_t>>& rows,
+           const std::vector<Address>& constants, Address states, size_t slot_stride, Address out,
+           const std::vector<size_t>& numbers, size_t threads) {
+          const std::vector<StateRun> runs = runs_of(numbers);
+          const auto rows_at = [&](size_t i) {
+            return StridedRows{at<const void>(std::get<0>(rows[i])), std::get<1>(rows[i])};
+          };
+          const SelectiveScan scan{static_cast<DType>(type), std::get<0>(sizes), std::get<1>(sizes),
+                                   rows_at(0), rows_at(1), rows_at(2), rows_at(3),
+                                   at<const float>(constants[0]), at<const float>(constants[1]),
+                                   at<const float>(constants[2]), at<float>(states), slot_stride,
+                                   at<void>(out)};
+          Kernel kernel;
+          selective_scan(scan, {runs.data(), runs.size()}, threads);
+        });
 }
 
 }  // namespace hmt::binding

@@ -28,4 +28,17 @@ void state_space_scan(const StateSpaceScan& scan, StateRuns runs, size_t threads
   });
 }
 
+void selective_scan(const SelectiveScan& scan, StateRuns runs, size_t threads) {
+  const StateSpaceKernels& kernels = active(state_space_kernels_tables());
+  const size_t each = (scan.channels + 15) / 16;  // of a run
+  // A power for each number of the state, of every token, and some for each run.
+  const size_t grain = rows_per_grain(16 * 16 * scan.state_dim);
+  share(each * runs.count, grain, threads, [&](size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      const size_t channel = i % each * 16, left = scan.channels - channel;
+      kernels.selective(scan, runs.runs[i / each], channel, left < 16 ? left : 16);
+    }
+  });
+}
+
 }  // namespace hmt

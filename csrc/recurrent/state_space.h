@@ -51,10 +51,38 @@ struct StateSpaceScan {
   void* out;
 };
 
+struct StridedRows {
+  const void* data;
+  size_t stride;  // numbers from a row to the next
+};
+
+// For each token and channel, with its state h [state_dim], the token's key k and query q:
+//   step = softplus(raw + bias);  h = exp(-exp(decay_scale) step) h + k (step x);  out = q h + skip x
+//
+// x, raw         rows of [channels] of `type`
+// keys, queries  rows of [state_dim] of `type`
+// bias, skip     f32 [channels]
+// decay_scale    f32 [channels, state_dim]; state_dim is at most kRows
+// states         f32 [slots, state_dim, channels], slots `slot_stride` numbers apart
+// out            [tokens, channels] of `type`, contiguous
+struct SelectiveScan {
+  DType type;
+  size_t channels, state_dim;
+  StridedRows x, raw, keys, queries;
+  const float* bias;
+  const float* decay_scale;
+  const float* skip;
+  float* states;
+  size_t slot_stride;
+  void* out;
+};
+
+constexpr size_t kRows = 256;  // of the state, whose keys and queries are widened at a time
 constexpr size_t kScanColumns = 64;  // of a head's state, which a thread takes at a time
 
 void time_steps(const TimeSteps& steps, size_t tokens, size_t threads);
 void state_space_scan(const StateSpaceScan& scan, StateRuns runs, size_t threads);
+void selective_scan(const SelectiveScan& scan, StateRuns runs, size_t threads);
 
 struct StateSpaceKernels {
   // Tokens [begin, end).
@@ -62,6 +90,8 @@ struct StateSpaceKernels {
   // Columns [begin, end) of a head's state, for all tokens of one run.
   void (*scan)(const StateSpaceScan& scan, const StateRun& run, size_t head, size_t begin,
                size_t end);
+  // Up to 16 channels from `channel` on, for all tokens of one run.
+  void (*selective)(const SelectiveScan& scan, const StateRun& run, size_t channel, size_t count);
 };
 HMT_TABLES(StateSpaceKernels, state_space_kernels)
 

@@ -1,5 +1,6 @@
 #include "recurrent/state_space.h"
 
+#include "fused/activations.h"
 #include "fused/float_convert.h"
 
 namespace hmt::HMT_ISA {
@@ -13,7 +14,6 @@ constexpr size_t kRegisters = 4;
 #else
 constexpr size_t kRegisters = 1;
 #endif
-constexpr size_t kRows = 256;  // of the state, whose keys and queries are widened at a time
 
 template <typename Numbers>
 void steps_as(const TimeSteps& p, size_t begin, size_t end) {
@@ -146,8 +146,62 @@ void scan(const StateSpaceScan& p, const StateRun& run, size_t head, size_t begi
   });
 }
 
+// log(1 + e^x) with a relative error of some 2^-23: 2 artanh(y / (2 + y)) for y = e^-|x|, whose
+// argument is at most 1/3.
+HMT_INLINE F16v softplus(F16v x) {
+  const F16v power = exp_full(sub(zero(), abs(x)));
+  const F16v s = div(power, add(set1(2.0f), power)), square = mul(s, s);
+  F16v series = set1(1.0f / 15.0f);
+  for (const float divisor : {13.0f, 11.0f, 9.0f, 7.0f, 5.0f, 3.0f, 1.0f}) {
+    series = fma(series, square, set1(1.0f / divisor));
+  }
+  return fma(add(s, s), series, max(x, zero()));
+}
+
+template <typename Numbers>
+void selective_as(const SelectiveScan& p, const StateRun& run, size_t channel, size_t count) {
+  using Type = typename Numbers::Type;
+  const auto row = [](const StridedRows& rows, size_t token) __attribute__((always_inline)) {
+    return static_cast<const Type*>(rows.data) + token * rows.stride;
+  };
+  float* state = p.states + run.slot * p.slot_stride + channel;
+  float rates[kRows][16], keys[kRows], queries[kRows];
+  for (size_t i = 0; i < p.state_dim; ++i) {
+    float lanes[16] = {};
+    for (size_t c = 0; c < count; ++c) lanes[c] = p.decay_scale[(channel + c) * p.state_dim + i];
+    store(rates[i], sub(zero(), exp_full(load(lanes))));
+    if (run.begins) write<F32Numbers>(state + i * p.channels, count, zero());
+  }
+  const F16v bias = read<F32Numbers>(p.bias + channel, count);
+  const F16v skip = read<F32Numbers>(p.skip + channel, count);
+  for (size_t t = run.offset; t < run.offset + run.length; ++t) {
+    widen<Numbers>(p.keys.data, t * p.keys.stride, p.state_dim, keys);
+    widen<Numbers>(p.queries.data, t * p.queries.stride, p.state_dim, queries);
+    const F16v x = read<Numbers>(row(p.x, t) + channel, count);
+    const F16v step = softplus(add(read<Numbers>(row(p.raw, t) + channel, count), bias));
+    const F16v added = mul(step, x);
+    F16v total = zero();
+    for (size_t i = 0; i < p.state_dim; ++i) {
+      float* place = state + i * p.channels;
+      const F16v decay = exp_full(mul(load(rates[i]), step));
+      const F16v number =
+          fma(set1(keys[i]), added, mul(decay, read<F32Numbers>(place, count)));
+      write<F32Numbers>(place, count, number);
+      total = fma(set1(queries[i]), number, total);
+    }
+    Type* out = static_cast<Type*>(p.out) + t * p.channels + channel;
+    write<Numbers>(out, count, Numbers::round(fma(skip, x, total)));
+  }
+}
+
+void selective(const SelectiveScan& p, const StateRun& run, size_t channel, size_t count) {
+  with_numbers(p.type, [&](auto numbers) {
+    selective_as<decltype(numbers)>(p, run, channel, count);
+  });
+}
+
 }  // namespace
 
-const StateSpaceKernels state_space_kernels = {steps, scan};
+const StateSpaceKernels state_space_kernels = {steps, scan, selective};
 
 }  // namespace hmt::HMT_ISA

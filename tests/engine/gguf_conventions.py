@@ -203,6 +203,7 @@ class Conventions:
             wanted = GGMLQuantizationType[kinds.get(name.split(".")[-2], kind)]
             block, _ = gguf.GGML_QUANT_SIZES[wanted]
             plain = made.ndim < 2 or made.shape[-1] % block or "ffn_gate_inp" in name
+            plain = plain or name.endswith("_norm.weight")  # as llama.cpp's quantiser leaves them
             chosen = GGMLQuantizationType.F32 if plain else wanted
             if encode is None:
                 content = gguf.quants.quantize(made, chosen)

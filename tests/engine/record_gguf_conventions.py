@@ -54,6 +54,23 @@ DELTA: dict[str, Any] = {
         "mrope_section": [2, 1, 1],
     },
 }
+RECURS, ATTENDS = "linear_attention", "full_attention"
+GRANITE_HYBRID: dict[str, Any] = {
+    "layer_types": [RECURS, ATTENDS, RECURS, RECURS],
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "mamba_n_groups": 2,
+    "hidden_size": 64,
+}
+FALCON_H1: dict[str, Any] = {
+    "mamba_d_ssm": 128,
+    "head_dim": 16,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "mamba_n_groups": 2,
+}
 CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 # (type of transformers, fields beside every_type's) by architecture and what is special.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -185,6 +202,55 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2, as wide as given": ("lfm2", CONV | {"block_auto_adjust_ff_dim": False}),
     "lfm2moe": ("lfm2_moe", CONV | {"num_dense_layers": 1}),
     "deepseek2, lite": ("glm4_moe_lite", SMALL),
+    "mamba": ("mamba", SMALL | {"state_size": 4, "intermediate_size": 128}),
+    "mamba, norms": (
+        "falcon_mamba",
+        SMALL | {"state_size": 4, "intermediate_size": 128, "tie_word_embeddings": False},
+    ),
+    "mamba2": ("mamba2", SMALL | {"n_groups": 2}),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 8,
+            "mamba_dt_rank": 4,
+            "mamba_d_state": 4,
+        },
+    ),
+    "jamba, dense": (
+        "jamba",
+        SMALL
+        | {"attn_layer_period": 2, "attn_layer_offset": 0, "num_experts": 1, "mamba_d_state": 4},
+    ),
+    "granitehybrid": ("granitemoehybrid", GRANITE_HYBRID | {"num_local_experts": 0}),
+    "granitehybrid, experts": ("granitemoehybrid", GRANITE_HYBRID),
+    "nemotron_h": (
+        "nemotron_h",
+        {"layers_block_type": [RECURS, "mlp", ATTENDS, "mlp"], "n_groups": 2},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {"layers_block_type": [RECURS, "moe", ATTENDS, "moe"], "n_groups": 2},
+    ),
+    "falcon-h1": ("falcon_h1", SMALL | FALCON_H1),
+    "falcon-h1, factors": (
+        "falcon_h1",
+        SMALL
+        | FALCON_H1
+        | {
+            "mamba_rms_norm": False,
+            "embedding_multiplier": 4.0,
+            "lm_head_multiplier": 2.0,
+            "key_multiplier": 0.5,
+            "attention_in_multiplier": 2.0,
+            "attention_out_multiplier": 0.5,
+            "ssm_in_multiplier": 0.5,
+            "ssm_out_multiplier": 2.0,
+            "ssm_multipliers": [2.0] * 5,
+            "mlp_multipliers": [2.0, 0.5],
+        },
+    ),
 }
 
 
@@ -202,6 +268,8 @@ def converted(folder: Path, more: Mapping[str, Any]) -> tuple[dict[str, Any], di
         json.dumps({"model": {"vocab": list(range(VOCABULARY))}, "added_tokens": []})
     )
     hparams = ModelBase.load_hparams(folder, False) | more
+    for key in [key for key, value in more.items() if value is None]:
+        del hparams[key]
     name = get_model_architecture(hparams, ModelType.TEXT)
     base = get_model_class(name)
     from conversion.llama import LlamaModel
@@ -252,7 +320,8 @@ def checkpoint_of(model_type: str, fields: Mapping[str, Any], folder: Path) -> d
     return json.loads((folder / "config.json").read_text())
 
 
-# What else published configurations say, that the converter needs and transformers does not.
+# What else published configurations say, that the converter needs and transformers does not; None:
+# they have no such field.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "cohere2": {"rotary_pct": 1.0},
     "gptneox": {"rotary_pct": 0.25},
@@ -262,6 +331,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "dots1": {"scoring_func": "sigmoid"},
     "deepseek2, lite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "exaone-moe": {"scoring_func": "sigmoid"},
+    "granitehybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "granitehybrid, experts": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-*-",
+        "num_hidden_layers": 4,
+        "layers_block_type": None,
+        "layer_types": None,
+        "num_experts_per_tok": None,
+    },
     "minimax-m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},
     "hunyuan-moe": {
         "moe_intermediate_size": [96] * 2,
@@ -323,6 +401,9 @@ def _chains(source: Numbers, made: Numbers, heads: set[int]) -> Iterator[Any]:
         reshape = [] if source.shape == made.shape else [("reshape", made.shape)]
         yield reshape
         yield [("add one", ()), *reshape]
+        for power in (2, 4, 8):  # Falcon-H1's factors
+            yield [("scale", (power, 1)), *reshape]
+            yield [("scale", (1, power)), *reshape]
         if source.ndim >= 2:
             yield [("transpose", ()), *reshape]
         for count in heads:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.minimax import modeling_minimax
 
@@ -198,3 +199,92 @@ def test_what_does_not_advance_stays(kernels: Backend) -> None:
     assert torch.equal(states[1], before[1]) and not torch.equal(states[0], before[0])
     runs[0] = StateRun(1, 0, 3, False)
     assert torch.equal(kernels.state_space_scan(*numbers, before, runs), found)
+
+
+# channels, state_dim
+CHANNELS = [(1, 1), (16, 16), (67, 5), (200, 16), (19, 64)]
+
+
+def selective(sizes: tuple[int, int], tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    """x, raw, bias, decay_scale, keys, queries and skip; rows are parts of longer ones."""
+    channels, state_dim = sizes
+    generator = torch.Generator().manual_seed(sum(sizes))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    rows = normal(tokens, 3 * channels + 2 * state_dim + 3).to(dtype)
+    x, raw = rows[:, :channels], 2 * rows[:, channels + 1 : 2 * channels + 1]
+    keys, queries = rows[:, -2 * state_dim - 1 : -1].split(state_dim, 1)
+    return [x, raw, normal(channels), normal(channels, state_dim), keys, queries, normal(channels)]
+
+
+@pytest.mark.parametrize("sizes", CHANNELS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_selective_scan_is_that_of_transformers(
+    kernels: Backend, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Its own scan goes token by token, in float64."""
+    numbers = selective(sizes, 20, dtype)
+    before = torch.randn(3, sizes[1], sizes[0], generator=torch.Generator().manual_seed(1))
+    before[0] = NAN
+    states = before.clone()
+    runs = [StateRun(2, 0, 7, False), StateRun(0, 7, 13, True)]
+    found = kernels.selective_scan(*numbers, states, runs)
+    assert found.dtype is dtype
+    assert torch.equal(states[1], before[1]), "no run has this slot"
+    near = 2e-6 if dtype is torch.float32 else 4e-3
+    for run in runs:
+        x, raw, bias, scale, keys, queries, skip = (
+            one[run.tokens].double() if len(one) == 20 and n in (0, 1, 4, 5) else one.double()
+            for n, one in enumerate(numbers)
+        )
+        state = torch.zeros(sizes, dtype=torch.float64)
+        if not run.begins:
+            state = before[run.slot].T.double().clone()
+        wanted = []
+        for at in range(run.length):
+            wanted.append(
+                modeling_mamba.mamba_selective_state_update(
+                    state[None], x[None, at], raw[None, at], -scale.exp(), keys[None, at],
+                    queries[None, at], skip, dt_bias=bias, dt_softplus=True,
+                )[0]
+            )  # fmt: skip
+        every = torch.stack(wanted)
+        most = float(every.abs().max())
+        assert float((found[run.tokens].double() - every).abs().max()) <= near * most + 1e-7
+        torch.testing.assert_close(states[run.slot].T.double(), state, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", CHANNELS, ids=str)
+def test_no_division_of_a_selective_scan_changes_a_bit(
+    kernels: Backend, sizes: tuple[int, int]
+) -> None:
+    tokens = 50
+    numbers = selective(sizes, tokens, torch.float32)
+
+    def compute(part: slice, states: Tensor, runs: list[StateRun]) -> Tensor:
+        given = [one[part] if n in (0, 1, 4, 5) else one for n, one in enumerate(numbers)]
+        return kernels.selective_scan(*given, states, runs)
+
+    found, threads = [], torch.get_num_threads()
+    for seed in range(3):
+        state = torch.full((1, sizes[1], sizes[0]), NAN)
+        torch.set_num_threads(1 + seed % 2)
+        results = [
+            compute(part, state, [StateRun(0, 0, part.stop - part.start, part.start == 0)])
+            for part in in_parts(tokens, random.Random(seed))
+        ]
+        found.append((torch.cat(results), state))
+    torch.set_num_threads(threads)
+    assert all(all(map(torch.equal, pair, found[0])) for pair in found[1:])
+    states, whole = torch.full((2, sizes[1], sizes[0]), NAN), slice(0, tokens)
+    first = compute(whole, states, [StateRun(1, 0, 23, True), StateRun(0, 23, 27, True)])
+    aside = [StateRun(0, 0, 23, True), StateRun(1, 23, 27, False, advances=False)]
+    before = states.clone()
+    seen = compute(whole, states, aside)
+    assert torch.equal(states[1], before[1])
+    aside[1] = StateRun(1, 23, 27, False)
+    assert torch.equal(compute(whole, states, aside), seen)
+    assert torch.equal(torch.cat((first[:23], seen[23:])), found[0][0])
+    assert torch.equal(states[1], found[0][1][0])

@@ -68,6 +68,7 @@ _MORE: dict[str, dict[str, Any]] = {
     }},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "falcon_h1": {"mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "granite_swa": {"sliding_window": 8},
     "hunyuan_v1_dense": {"head_dim": 16},

@@ -280,6 +280,35 @@ def _nemotron_h(rng: random.Random) -> Iterator[dict[str, Any]]:
     }  # fmt: skip
 
 
+def _mamba(rng: random.Random) -> Iterator[dict[str, Any]]:
+    for given in (
+        {"use_bias": True, "conv_kernel": 3, "tie_word_embeddings": False},
+        {"use_conv_bias": False, "time_step_rank": 5, "expand": 3},
+        {"conv_kernel": 2, "layer_norm_epsilon": 1e-6, "expand": 1},
+    ):
+        sizes = {
+            "vocab_size": rng.randrange(260, 700), "hidden_size": 38, "num_hidden_layers": 3,
+            "state_size": rng.choice([5, 9, 16]), "pad_token_id": None,
+        }  # fmt: skip
+        yield sizes | given
+
+
+def _jamba(rng: random.Random) -> Iterator[dict[str, Any]]:
+    sizes = {
+        "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 5, "mamba_d_state": 7,
+        "num_hidden_layers": 4,
+    }  # fmt: skip
+    yield _dense(rng, **sizes, num_experts_per_tok=2, mamba_d_conv=3)
+    yield _dense(
+        rng, **sizes | {"num_experts": 1}, mamba_proj_bias=True, tie_word_embeddings=True,
+        mamba_dt_rank=4,
+    )  # fmt: skip
+    yield _dense(
+        rng, **sizes, num_experts_per_tok=3, expert_layer_period=1, expert_layer_offset=0,
+        mamba_conv_bias=False, mamba_expand=3,
+    )  # fmt: skip
+
+
 def _deepseek_v2(rng: random.Random) -> Iterator[dict[str, Any]]:
     grouped = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
     yield _latent(rng, q_lora_rank=None, n_shared_experts=2, norm_topk_prob=False)
@@ -335,6 +364,9 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "granitemoehybrid": _granite,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
+    "mamba": _mamba,
+    "falcon_mamba": _mamba,
+    "jamba": _jamba,
     **linear_attention_configs.FAMILIES,
 }
 

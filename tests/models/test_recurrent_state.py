@@ -27,7 +27,15 @@ NEVER = "no model writes this"
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3_next-0", "qwen3_5_text-0", "kimi_linear-0", "minimax-0"]
+    scope="module",
+    params=[
+        "qwen3_next-0",
+        "qwen3_5_text-0",
+        "kimi_linear-0",
+        "minimax-0",
+        "mamba2-1",
+        "falcon_h1-0",
+    ],
 )
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -81,6 +81,7 @@ attention_inputs = by_device_of("hidden", reference.attention_inputs)
 
 causal_conv = by_device_of("x", reference.causal_conv)
 gated_delta_rule = by_device_of("qkv", reference.gated_delta_rule)
+selective_scan = by_device_of("x", reference.selective_scan)
 state_space_scan = by_device_of("x", reference.state_space_scan)
 time_steps = by_device_of("raw", reference.time_steps)
 

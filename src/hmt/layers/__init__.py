@@ -7,6 +7,7 @@ from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
 from hmt.layers.lightning_attention import LightningAttention, lightning_decays
 from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.mamba import Mamba
 from hmt.layers.mamba2 import Mamba2
 from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (

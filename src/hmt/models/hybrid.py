@@ -16,6 +16,7 @@ from hmt.layers import (
     GatedAttention,
     GatedDeltaNet,
     GatedFFN,
+    Mamba,
     Mamba2,
     Params,
     PostNormAttention,
@@ -42,7 +43,7 @@ class Hybrid(Decoder):
 
     norm: RMSNorm
     attention: Attention | GatedAttention | PostNormAttention
-    recurrent: DeltaAttention | GatedDeltaNet | Mamba2 | ShortConv
+    recurrent: DeltaAttention | GatedDeltaNet | Mamba | Mamba2 | ShortConv
     ffn: ResidualFFN
     router: Router
     expert: GatedFFN

@@ -30,7 +30,15 @@ from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
 from hmt.models.qwen3_moe import Qwen3Moe
-from hmt.models.state_space import Bamba, FalconH1, GraniteHybrid, Mamba2LM, NemotronH
+from hmt.models.state_space import (
+    Bamba,
+    FalconH1,
+    GraniteHybrid,
+    Jamba,
+    Mamba2LM,
+    MambaLM,
+    NemotronH,
+)
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
 _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
@@ -39,13 +47,16 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
     "FalconH1ForCausalLM": ("falcon_h1", FalconH1),
+    "FalconMambaForCausalLM": ("falcon_mamba", MambaLM),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
+    "JambaForCausalLM": ("jamba", Jamba),
     "KimiLinearForCausalLM": ("kimi_linear", KimiLinear),
     "Lfm2ForCausalLM": ("lfm2", Lfm2),
     "Lfm2MoeForCausalLM": ("lfm2_moe", Lfm2Moe),
     "LlamaForCausalLM": ("llama", Llama),
+    "MambaForCausalLM": ("mamba", MambaLM),
     "Mamba2ForCausalLM": ("mamba2", Mamba2LM),
     "MiniMaxForCausalLM": ("minimax", MiniMax),
     "MistralForCausalLM": ("mistral", Mistral),

@@ -159,3 +159,74 @@ def test_runs_in_the_devices_memory_are_those_of_the_step(device: torch.device) 
         for one in (seen, found):
             assert torch.equal(one[: len(runs)], wanted[: len(runs)])
         assert torch.equal(given, own)
+
+
+# channels, state_dim
+CHANNELS = [(67, 5), (16, 16)] + [(8192, 16), (200, 64)] * torch.cuda.is_available()
+
+
+def selective(
+    sizes: tuple[int, int], tokens: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """x, raw, bias, decay_scale, keys, queries and skip; rows are parts of longer ones."""
+    channels, state_dim = sizes
+    generator = torch.Generator().manual_seed(sum(sizes))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    rows = normal(tokens, 2 * channels + 2 * state_dim + 3).to(dtype).to(device)
+    keys, queries = rows[:, -2 * state_dim - 1 : -1].split(state_dim, 1)
+    constants = [normal(channels), normal(channels, state_dim), normal(channels)]
+    bias, scale, skip = (one.to(device) for one in constants)
+    raw = 2 * rows[:, channels + 1 : 2 * channels + 1]
+    return [rows[:, :channels], raw, bias, scale, keys, queries, skip]
+
+
+@pytest.mark.parametrize("sizes", CHANNELS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_selective_scan_is_that_of_float64(
+    device: torch.device, sizes: tuple[int, int], dtype: torch.dtype
+) -> None:
+    numbers = selective(sizes, 9, dtype, device)
+    before = torch.randn(3, sizes[1], sizes[0], generator=torch.Generator().manual_seed(1))
+    before[0] = NAN
+    states = before.clone().to(device)
+    runs = [StateRun(2, 0, 3, False), StateRun(0, 3, 6, True)]
+    found = kernels.selective_scan(*numbers, states, runs).cpu()
+    assert found.dtype is dtype
+    x, raw, bias, scale, keys, queries, skip = (one.double().cpu() for one in numbers)
+    step = functional.softplus(raw + bias, threshold=100)
+    out = torch.empty_like(x)
+    for run in runs:
+        state = torch.zeros(sizes[::-1], dtype=torch.float64)
+        state = state if run.begins else before[run.slot].double()
+        for t in range(run.offset, run.offset + run.length):
+            state = state * torch.exp(-scale.T.exp() * step[t])
+            state = state + keys[t][:, None] * (step[t] * x[t])
+            out[t] = queries[t] @ state + skip * x[t]
+        assert float((states[run.slot].double().cpu() - state).abs().max()) <= 2e-5
+    most = float(out.abs().max())
+    assert float((found.double() - out).abs().max()) <= 2 * NEAR[dtype] * most + 1e-7
+    assert torch.equal(states[1].cpu(), before[1]), "no run has this slot"
+
+
+def test_no_division_of_a_selective_scan_changes_a_bit(device: torch.device) -> None:
+    """Nor does a run that does not advance."""
+    numbers = selective((67, 5), 12, torch.float32, device)
+
+    def compute(part: slice, states: Tensor, runs: list[StateRun]) -> Tensor:
+        given = [one[part] if n in (0, 1, 4, 5) else one for n, one in enumerate(numbers)]
+        found: Tensor = kernels.selective_scan(*given, states, runs)
+        return found
+
+    whole = torch.full((2, 5, 67), NAN, device=device)
+    wanted = compute(slice(0, 12), whole, [StateRun(1, 0, 12, True)])
+    states = torch.full((2, 5, 67), NAN, device=device)
+    first = compute(slice(0, 7), states, [StateRun(0, 0, 7, True)])
+    before = states.clone()
+    aside = compute(slice(7, 12), states, [StateRun(0, 0, 5, False, advances=False)])
+    assert torch.equal(states[0], before[0])
+    rest = compute(slice(7, 12), states, [StateRun(0, 0, 5, False)])
+    assert torch.equal(aside, rest) and torch.equal(torch.cat((first, rest)), wanted)
+    assert torch.equal(states[0], whole[1])

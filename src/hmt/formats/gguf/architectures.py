@@ -4,7 +4,7 @@ A row says which class computes an architecture, which of its fields are found u
 (beside those that all have, see config.py), what its tensors are called (beside the usual names,
 LAYER and TRUNK), and what llama.cpp's convert_hf_to_gguf.py does to its numbers, which names.py
 undoes.  A function stands where the file decides: see special.py.  Architectures with recurrent
-state stand in hybrid.py.
+state stand in hybrid.py and state_space.py.
 
 Keys and names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, the `gguf` package, and
 llama.cpp's `load_arch_hparams` and `load_arch_tensors` of each architecture.
@@ -42,15 +42,7 @@ from hmt.formats.gguf.fields import (
     tensor,
     window,
 )
-from hmt.formats.gguf.hybrid import (
-    BAILINGMOE3,
-    KIMI_LINEAR,
-    LFM2,
-    LFM2MOE,
-    QWEN3NEXT,
-    QWEN35,
-    QWEN35MOE,
-)
+from hmt.formats.gguf.hybrid import HYBRIDS
 from hmt.formats.gguf.keys import Keys
 from hmt.formats.gguf.special import (
     COHERE2MOE,
@@ -69,11 +61,20 @@ from hmt.formats.gguf.special import (
     mistral3,
     olmo2,
 )
+from hmt.formats.gguf.state_space import (
+    FALCON_H1,
+    JAMBA,
+    MAMBA2,
+    granitehybrid,
+    mamba,
+    nemotron_h,
+)
 
 _GELU: Final = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _BIASES: Final = {"attention_bias": query_bias, "mlp_bias": False}
 
 ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]] = {
+    **HYBRIDS,
     "afmoe": Architecture(
         "AfmoeForCausalLM",
         "afmoe",
@@ -99,7 +100,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
     "arcee": Architecture(
         "ArceeForCausalLM", "arcee", {"hidden_act": "relu2", "mlp_bias": False}, turned=True
     ),
-    "bailingmoe3": BAILINGMOE3,
     "bloom": Architecture(
         "BloomForCausalLM",
         "bloom",
@@ -186,6 +186,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         LATE_NORMS,
     ),
     "falcon": falcon,
+    "falcon-h1": FALCON_H1,
     "gemma": Architecture("GemmaForCausalLM", "gemma", _GELU, shifted=True),
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
@@ -249,6 +250,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         grouped=True,
     ),
     "granite": Architecture("GraniteForCausalLM", "granite", GRANITE, turned=True),
+    "granitehybrid": granitehybrid,
     "granitemoe": granitemoe,
     "hy_v3": Architecture(
         "HYV3ForCausalLM",
@@ -299,10 +301,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         {"hidden_act": "relu2", **_BIASES, "mlp_bias": tensor("blk.0.ffn_up.bias")},
         epsilon=(LAYER_NORM, "layer_norm_eps"),
     ),
-    "kimi-linear": KIMI_LINEAR,
-    "lfm2": LFM2,
-    "lfm2moe": LFM2MOE,
+    "jamba": JAMBA,
     "llama": llama,
+    "mamba": mamba,
+    "mamba2": MAMBA2,
     "mellum": mellum,
     # Computes what Granite does, with its own scales.
     "minicpm": Architecture(
@@ -371,6 +373,8 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         partial=True,
         shifted=True,
     ),
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
     "olmo": Architecture(
         "OlmoForCausalLM",
         "olmo",
@@ -432,9 +436,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         "qwen3_moe",
         {**EXPERTS, "norm_topk_prob": True},  # as llama.cpp computes it
     ),
-    "qwen3next": QWEN3NEXT,
-    "qwen35": QWEN35,
-    "qwen35moe": QWEN35MOE,
     "seed_oss": Architecture(
         "SeedOssForCausalLM",
         "seed_oss",

@@ -30,7 +30,7 @@ def read_config(
     if row is None:
         raise UnknownArchitectureError(
             f"{what} is of architecture {name!r:.100}; of GGUF files HMT runs "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(sorted(ARCHITECTURES))}"
         )
     keys = Keys(metadata, str(name), what, records, factors)
     table = records.get("token_embd.weight")
@@ -56,7 +56,6 @@ def read_config(
 
 
 def _common(keys: Keys, architecture: Architecture, vocab_size: int) -> dict[str, Any]:
-    heads = keys.count("attention.head_count")
     hidden = keys.count("embedding_length")
     layers = keys.count("block_count")
     # Layers that guess further tokens come last, and are not computed.
@@ -66,6 +65,22 @@ def _common(keys: Keys, architecture: Architecture, vocab_size: int) -> dict[str
     if not keys.flag("attention.causal", True):
         raise keys.unread("attention.causal", "as encoders have; HMT runs causal language models")
     key, field = architecture.epsilon
+    common = {
+        "architectures": [architecture.causal],
+        "model_type": architecture.model_type,
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers - guessing,
+        field: keys.number(key),
+        "tie_word_embeddings": not keys.has_tensor("output.weight"),
+        "hidden_act": "silu",
+    }
+    return common | _of_attention(keys, architecture, hidden) if architecture.attends else common
+
+
+def _of_attention(keys: Keys, architecture: Architecture, hidden: int) -> dict[str, Any]:
+    """Fields of attention, and of the networks behind it."""
+    heads = keys.count("attention.head_count")
     dim = keys.count("attention.key_length", hidden // heads)
     if keys.count("attention.value_length", dim) != dim and "attention.kv_lora_rank" not in keys:
         raise keys.unread("attention.value_length", f"and keys have {dim} numbers a head")
@@ -73,21 +88,16 @@ def _common(keys: Keys, architecture: Architecture, vocab_size: int) -> dict[str
     heads_of_keys = (
         heads if "num_key_value_heads" in own else keys.count("attention.head_count_kv", heads)
     )
-    return {
-        "architectures": [architecture.causal],
-        "model_type": architecture.model_type,
-        "vocab_size": vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": keys.count(
+    width = None
+    if "intermediate_size" not in own:
+        width = keys.count(
             "feed_forward_length", keys.count("expert_feed_forward_length", 4 * hidden)
-        ),
-        "num_hidden_layers": layers - guessing,
+        )
+    return {
+        "intermediate_size": width,
         "num_attention_heads": heads,
         "num_key_value_heads": heads_of_keys,
         "head_dim": dim,
         "max_position_embeddings": keys.count("context_length"),
-        field: keys.number(key),
         "attention_bias": query_bias(keys, {}),
-        "tie_word_embeddings": not keys.has_tensor("output.weight"),
-        "hidden_act": "silu",
     }

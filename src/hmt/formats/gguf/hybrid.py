@@ -142,22 +142,23 @@ QWEN35MOE: Final = Architecture(
 )
 
 
-def _heads_by_layer(keys: Keys, config: Config) -> list[int]:
+def heads_by_layer(keys: Keys, config: Config) -> list[int]:
     """Heads of keys: 0 where a layer has a convolution."""
     return keys.by_layer("attention.head_count_kv", config["num_hidden_layers"])
 
 
-def _heads_of_keys(keys: Keys, config: Config) -> int:
-    heads = {heads for heads in _heads_by_layer(keys, config) if heads}
+def heads_of_keys(keys: Keys, config: Config) -> int:
+    """Of layers that attend, which must all have as many."""
+    heads = {heads for heads in heads_by_layer(keys, config) if heads}
     if len(heads) != 1:
         raise keys.unread("attention.head_count_kv", "and layers that attend must all have as many")
     return heads.pop()
 
 
 _CONV_FIELDS: Final[dict[str, Any]] = {
-    "num_key_value_heads": _heads_of_keys,
+    "num_key_value_heads": heads_of_keys,
     "layer_types": lambda keys, config: [
-        "full_attention" if heads else "conv" for heads in _heads_by_layer(keys, config)
+        "full_attention" if heads else "conv" for heads in heads_by_layer(keys, config)
     ],
     "conv_L_cache": count("shortconv.l_cache"),
     "conv_bias": False,
@@ -224,7 +225,7 @@ def _nope_dim(keys: Keys, config: Config) -> int:
 _KDA_FIELDS: Final[dict[str, Any]] = {
     "num_key_value_heads": same("num_attention_heads"),
     "layer_types": lambda keys, config: [
-        "full_attention" if heads else "linear_attention" for heads in _heads_by_layer(keys, config)
+        "full_attention" if heads else "linear_attention" for heads in heads_by_layer(keys, config)
     ],
     "mlp_layer_types": sparse_after("leading_dense_block_count"),
     "linear_head_dim": count("kda.head_dim"),
@@ -266,3 +267,12 @@ BAILINGMOE3: Final = Architecture(
     _LING,
     {**TRUNK, "token_embd": "model.word_embeddings"},
 )
+HYBRIDS: Final = {
+    "bailingmoe3": BAILINGMOE3,
+    "kimi-linear": KIMI_LINEAR,
+    "lfm2": LFM2,
+    "lfm2moe": LFM2MOE,
+    "qwen3next": QWEN3NEXT,
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35MOE,
+}

@@ -38,6 +38,7 @@ _FUSED_EXPERTS: Final = ("ffn_gate_exps", "ffn_up_exps")  # in ffn_gate_up_exps
 _PERMUTED: Final = ("attn_q", "attn_k")
 _CONVOLUTIONS: Final = ("ssm_conv1d", "shortconv.conv")
 _APART: Final = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")  # in self_attn.conv1d
+_COLUMNS: Final = ("ssm_a", "ssm_d")  # of Mamba-2, whose norm of results has rows by group
 _BY_VALUE_HEAD: Final = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 
 
@@ -74,6 +75,8 @@ class Names:
 
 def names_of(architecture: Architecture, config: Mapping[str, Any]) -> Names:
     """The names of the file with this configuration."""
+    if not architecture.attends:
+        return Names(architecture, config["num_hidden_layers"], (0, 0), 0)
     heads = config["num_attention_heads"]
     keys = config.get("num_kv_heads", config["num_key_value_heads"])
     dim = config.get("head_dim", config["hidden_size"] // heads)
@@ -181,7 +184,7 @@ def _joined(halves: Sequence[TensorRecord]) -> Joined | None:
 
 
 def _one_conv(parts: Sequence[TensorRecord]) -> Joined:
-    """Convolutions of queries, keys and values, whatever dimensions of one are around [rows, taps]."""
+    """Convolutions of queries, keys and values, whatever dimensions of one they have besides."""
     taps = parts[0].shape[-1]
     if any(part.shape[-1:] != (taps,) for part in parts):
         raise HeaderError(
@@ -234,8 +237,12 @@ def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, Tenso
     recurs = int(layer) in names.recurs
     if recurs and not shifted:
         change = _delta_change(what, names)
+    elif what == "ssm_a":
+        change = _Change(decay=True)
     if what in _CONVOLUTIONS and len(record.shape) == 2:
         record = replace(record, shape=(record.shape[0], 1, record.shape[1]))
+    if (what in _COLUMNS and record.shape[1:] == (1,)) or what == "ssm_norm":
+        record = replace(record, shape=(prod(record.shape),))
     if what == "ssm_a" and prod(record.shape) == prod(names.scales or (0,)):
         record = replace(record, shape=names.scales)
     whole = names.layer.get(f"{what}.{kind or 'bias'}")

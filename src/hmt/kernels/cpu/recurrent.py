@@ -17,6 +17,7 @@ from hmt.kernels.cpu.abi import DTYPES
 from hmt.kernels.reference import DeltaHeads
 
 _MOST_TAPS = 64  # kWidest in csrc/recurrent
+_MOST_STATES = 256  # kRows there: numbers of a channel's state
 
 
 def causal_conv(
@@ -172,6 +173,46 @@ def state_space_scan(
             decay.data_ptr(),
             0 if step is None else step.data_ptr(),
             0 if skip is None else skip.data_ptr(),
+            states.data_ptr(),
+            _slot_stride(states),
+            out.data_ptr(),
+            _numbers(runs),
+            torch.get_num_threads(),
+        )
+    return out
+
+
+def selective_scan(
+    native: ModuleType,
+    x: Tensor,
+    raw: Tensor,
+    bias: Tensor,
+    decay_scale: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    runs: Sequence[StateRun],
+) -> Tensor:
+    """`reference.selective_scan` by the extension."""
+    (tokens, channels), state_dim, dtype = x.shape, decay_scale.shape[1], x.dtype
+    if dtype not in DTYPES or state_dim > _MOST_STATES:
+        return reference.selective_scan(
+            x, raw, bias, decay_scale, keys, queries, skip, states, runs
+        )
+    given = [t.to(dtype) for t in (x, raw, keys, queries)]
+    x, raw, keys, queries = (t if t.stride(1) == 1 else t.contiguous() for t in given)
+    constants = [t.float().contiguous() for t in (bias, decay_scale, skip)]
+    assert raw.shape == x.shape and keys.shape == queries.shape == (tokens, state_dim)
+    assert decay_scale.shape[0] == len(bias) == len(skip) == channels
+    assert states.shape[1:] == (state_dim, channels)
+    out = torch.empty(tokens, channels, dtype=dtype)
+    with _advancing(states, runs):
+        native.selective_scan(
+            DTYPES[dtype],
+            (channels, state_dim),
+            [(t.data_ptr(), t.stride(0)) for t in (x, raw, keys, queries)],
+            [t.data_ptr() for t in constants],
             states.data_ptr(),
             _slot_stride(states),
             out.data_ptr(),

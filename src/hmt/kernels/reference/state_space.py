@@ -28,6 +28,45 @@ def time_steps(
     return step, (-decay_scale.float().exp() * step).exp()
 
 
+def selective_scan(
+    x: Tensor,
+    raw: Tensor,
+    bias: Tensor,
+    decay_scale: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    runs: Sequence[StateRun],
+) -> Tensor:
+    """A state space with a decay for each number of the state: [tokens, channels] in x.dtype.
+
+    This is Mamba's rule (arXiv 2312.00752), whose B is called key and C query here.  For each token
+    the state h [state_dim] of a channel becomes exp(-exp(decay_scale) step) h + step k x, and
+    q h + skip x is the result; the step is softplus(raw + bias).
+
+    x, raw          [tokens, channels]
+    bias, skip      [channels]
+    decay_scale     [channels, state_dim]
+    keys, queries   [tokens, state_dim]: those of all channels
+    states          f32 [slots, state_dim, channels]; change
+    Computed in f32, token by token.
+    """
+    step, wide = softplus(raw.float() + bias.float()), x.float()
+    rate = -decay_scale.float().T.exp()  # [state_dim, channels]
+    added, key, query = wide * step, keys.float(), queries.float()
+    out = torch.empty_like(wide)
+    for run in runs:
+        state = states[run.slot] if run.advances else states[run.slot].clone()
+        if run.begins:
+            state.zero_()
+        for at in range(run.offset, run.offset + run.length):
+            state *= (rate * step[at]).exp()
+            state += key[at][:, None] * added[at]
+            out[at] = (state * query[at][:, None]).sum(0)
+    return (out + wide * skip.float()).to(x.dtype)
+
+
 def state_space_scan(
     x: Tensor,
     keys: Tensor,

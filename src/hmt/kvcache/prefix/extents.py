@@ -27,6 +27,8 @@ class PageExtents:
         self.page_bytes = sum(
             round_up(layout.page_bytes * len(members), _ALIGNED) for layout, members in self._kinds
         )
+        if not self._kinds:  # some bytes, by which files know the pages of state alone
+            self.page_bytes = _ALIGNED
 
     @property
     def description(self) -> str:
@@ -39,6 +41,8 @@ class PageExtents:
 
     def kinds(self, memory: torch.Tensor) -> list[tuple[ops.Pages, list[int]]]:
         """Views of `memory` [pages, page_bytes], like PageStore.kinds."""
+        if not self._kinds:
+            memory.zero_()
         found, begin = [], 0
         for layout, members in self._kinds:
             nbytes = layout.page_bytes * len(members)

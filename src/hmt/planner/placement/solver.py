@@ -231,6 +231,8 @@ def _slow_bytes(demand: Demand, plan: Plan) -> float:
 
 def _placed(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
     """The plan, without what it costs."""
+    if not demand.spec.kv_layers:  # there are no pages that could lie anywhere
+        options = replace(options, kv=None)
     if options.kv is None and options.device_bytes:
         return _with_device(demand, options, machine)
     if options.kv is None:
