@@ -71,6 +71,16 @@ FALCON_H1: dict[str, Any] = {
     "mamba_norm_before_gate": False,
     "mamba_n_groups": 2,
 }
+KDA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_key_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "q_lora_rank": None,
+    "n_shared_experts": 1,
+}
 CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 # (type of transformers, fields beside every_type's) by architecture and what is special.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -202,6 +212,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2, as wide as given": ("lfm2", CONV | {"block_auto_adjust_ff_dim": False}),
     "lfm2moe": ("lfm2_moe", CONV | {"num_dense_layers": 1}),
     "deepseek2, lite": ("glm4_moe_lite", SMALL),
+    "kimi-linear": ("kimi_linear", KDA),
+    "bailingmoe3": ("bailing_hybrid", KDA | {"head_dim": 16, "kda_safe_gate": True}),
     "mamba": ("mamba", SMALL | {"state_size": 4, "intermediate_size": 128}),
     "mamba, norms": (
         "falcon_mamba",
@@ -313,11 +325,18 @@ def checkpoint_of(model_type: str, fields: Mapping[str, Any], folder: Path) -> d
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file(
-        {name: drawn(name, t.shape) for name, t in tensors.items()},
+        {name: drawn(name, t.shape) for name, t in map(_as_published, tensors.items())},
         folder / "model.safetensors",
         {"format": "pt"},
     )
     return json.loads((folder / "config.json").read_text())
+
+
+def _as_published(tensor: tuple[str, Numbers]) -> tuple[str, Numbers]:
+    """Kimi Linear's dense networks are called otherwise than transformers calls them."""
+    name, numbers = tensor
+    dense = re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
+    return dense, numbers
 
 
 # What else published configurations say, that the converter needs and transformers does not; None:
@@ -341,6 +360,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": None,
     },
     "minimax-m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},
+    "kimi-linear": {
+        "linear_attn_config": {
+            "full_attn_layers": [4],
+            "kda_layers": [1, 2, 3],
+            "head_dim": 16,
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "first_k_dense_replace": 1,
+        "moe_router_activation_func": "sigmoid",
+    },
+    "bailingmoe3": {
+        "no_kda_lora": True,
+        "gated_attention_proj_granularity_type": "head_wise",
+        "head_dim": 16,
+        "layer_group_size": 4,
+        "moe_shared_expert_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "score_function": "sigmoid",
+        "first_k_dense_replace": 1,
+    },
     "hunyuan-moe": {
         "moe_intermediate_size": [96] * 2,
         "moe_topk": [2] * 2,
@@ -349,6 +389,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 # How published configurations spell what transformers spells otherwise.
 SPELLED = {"PhimoeForCausalLM": "PhiMoEForCausalLM", "MptForCausalLM": "MPTForCausalLM"}
+SPELLED |= {"BailingHybridForCausalLM": "BailingMoeV3ForCausalLM"}
 
 
 def recipe(
@@ -362,7 +403,7 @@ def recipe(
     groups = [[name] for name in tensors] + [
         sorted(names, key=lambda n: [int(x) for x in re.findall(r"\d+", n)])
         for names in stacks.values()
-        if len(names) == made.shape[0] > 1
+        if len(names) == made.shape[0] > 1 and len({tensors[name].shape for name in names}) == 1
     ]
     for names in groups:
         source = _combined([tensors[name] for name in names])

@@ -64,7 +64,7 @@ def test_tensors_that_the_converter_fuses(name: str, tmp_path: Path) -> None:
     assert not inspect(path).extra
 
 
-@pytest.mark.parametrize("name", ["qwen3next", "qwen35", "lfm2moe"])
+@pytest.mark.parametrize("name", ["qwen3next", "qwen35", "lfm2moe", "kimi-linear"])
 def test_hybrids_in_sixteen_bits(name: str, tmp_path: Path) -> None:
     """Which hold these numbers exactly."""
     one = conventions()[name]
@@ -107,7 +107,7 @@ def test_heads_of_values_in_another_order_in_blocks_of_256(kind: str, tmp_path: 
     assert {kind.lower(), "f32"} >= {one.encoding for one in inspect(path).stored}
 
 
-@pytest.mark.parametrize("name", ["qwen35moe", "lfm2moe"])
+@pytest.mark.parametrize("name", ["qwen35moe", "lfm2moe", "kimi-linear"])
 def test_a_hybrid_streams_and_is_packed_to_the_same_bits(name: str, tmp_path: Path) -> None:
     path = conventions()[name].write(tmp_path / "model.gguf", "Q8_0")
     whole = logits_of(path)
