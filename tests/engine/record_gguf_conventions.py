@@ -221,7 +221,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba, dense": (
         "jamba",
         SMALL
-        | {"attn_layer_period": 2, "attn_layer_offset": 0, "num_experts": 1, "mamba_d_state": 4},
+        | {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 0,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 4,
+        },
     ),
     "granitehybrid": ("granitemoehybrid", GRANITE_HYBRID | {"num_local_experts": 0}),
     "granitehybrid, experts": ("granitemoehybrid", GRANITE_HYBRID),
@@ -269,7 +275,7 @@ def converted(folder: Path, more: Mapping[str, Any]) -> tuple[dict[str, Any], di
     )
     hparams = ModelBase.load_hparams(folder, False) | more
     for key in [key for key, value in more.items() if value is None]:
-        del hparams[key]
+        hparams.pop(key, None)
     name = get_model_architecture(hparams, ModelType.TEXT)
     base = get_model_class(name)
     from conversion.llama import LlamaModel
@@ -331,7 +337,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "dots1": {"scoring_func": "sigmoid"},
     "deepseek2, lite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "exaone-moe": {"scoring_func": "sigmoid"},
-    "granitehybrid": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
+    "granitehybrid": {
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        "num_experts_per_tok": 0,
+    },
     "granitehybrid, experts": {"layer_types": ["mamba", "attention", "mamba", "mamba"]},
     "nemotron_h": {
         "hybrid_override_pattern": "M-*-",
@@ -339,6 +348,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "layers_block_type": None,
         "layer_types": None,
         "num_experts_per_tok": None,
+        "num_local_experts": None,
+        "n_routed_experts": None,
+        "n_group": None,
+        "topk_group": None,
     },
     "minimax-m2": {"rotary_dim": 8, "scoring_func": "sigmoid"},
     "hunyuan-moe": {
