@@ -229,7 +229,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 4,
         },
     ),
-    "granitehybrid": ("granitemoehybrid", GRANITE_HYBRID | {"num_local_experts": 0}),
+    "granitehybrid": (
+        "granitemoehybrid",
+        GRANITE_HYBRID | {"num_local_experts": 0, "intermediate_size": 48},
+    ),
     "granitehybrid, experts": ("granitemoehybrid", GRANITE_HYBRID),
     "nemotron_h": (
         "nemotron_h",
