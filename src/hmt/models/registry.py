@@ -71,6 +71,8 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Qwen3_5ForCausalLM": ("qwen3_5_text", Qwen35),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", Qwen35Moe),
 }
+# What publishers call a model whose class has another name in transformers.
+_PUBLISHED = {"BailingMoeV3ForCausalLM": "BailingHybridForCausalLM"}
 # Text parts of multimodal models that compute, for text alone, what a family does.
 _ALIKE = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
@@ -158,10 +160,12 @@ def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parsed config.json with an entry in `architectures` where `model_type` says which.
 
     That is the type's causal language model, where there is no entry, or it names the bare model of
-    that type, without an output layer.
+    that type, without an output layer.  A publisher's own name becomes transformers'.
     """
     names, model_type = config.get("architectures"), config.get("model_type")
     name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name in _PUBLISHED:
+        return {**config, "architectures": [_PUBLISHED[name]]}
     if name in _FAMILIES or not isinstance(model_type, str):
         return config
     from transformers.models.auto import modeling_auto  # names only, yet it takes a second
