@@ -33,12 +33,17 @@ GRANITE_HYBRID: dict[str, Any] = {
     "hidden_size": 64,
 }
 FALCON_H1: dict[str, Any] = {
-    "mamba_d_ssm": 128,
-    "head_dim": 16,
-    "mamba_rms_norm": True,
-    "mamba_norm_before_gate": False,
+    "mamba_d_ssm": 128, "head_dim": 16, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
     "mamba_n_groups": 2,
-}
+}  # fmt: skip
+FACTORS: dict[str, Any] = {
+    "mamba_rms_norm": False, "embedding_multiplier": 4.0, "lm_head_multiplier": 2.0,
+    "key_multiplier": 0.5, "attention_in_multiplier": 2.0, "attention_out_multiplier": 0.5,
+    "ssm_in_multiplier": 0.5, "ssm_out_multiplier": 2.0, "ssm_multipliers": [2.0] * 5,
+    "mlp_multipliers": [2.0, 0.5],
+}  # fmt: skip
+MAMBA: dict[str, Any] = {"state_size": 4, "intermediate_size": 128}
+JAMBA: dict[str, Any] = {"attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 4}
 KDA: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
@@ -182,32 +187,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2, lite": ("glm4_moe_lite", SMALL),
     "kimi-linear": ("kimi_linear", KDA),
     "bailingmoe3": ("bailing_hybrid", KDA | {"head_dim": 16, "kda_safe_gate": True}),
-    "mamba": ("mamba", SMALL | {"state_size": 4, "intermediate_size": 128}),
-    "mamba, norms": (
-        "falcon_mamba",
-        SMALL | {"state_size": 4, "intermediate_size": 128, "tie_word_embeddings": False},
-    ),
+    "mamba": ("mamba", SMALL | MAMBA),
+    "mamba, norms": ("falcon_mamba", SMALL | MAMBA | {"tie_word_embeddings": False}),
     "mamba2": ("mamba2", SMALL | {"n_groups": 2}),
-    "jamba": (
-        "jamba",
-        {
-            "attn_layer_period": 3,
-            "attn_layer_offset": 1,
-            "num_experts": 8,
-            "mamba_dt_rank": 4,
-            "mamba_d_state": 4,
-        },
-    ),
+    "jamba": ("jamba", JAMBA | {"num_experts": 8, "mamba_dt_rank": 4}),
     "jamba, dense": (
         "jamba",
-        SMALL
-        | {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 0,
-            "num_experts": 1,
-            "num_experts_per_tok": 1,
-            "mamba_d_state": 4,
-        },
+        SMALL | JAMBA | {"attn_layer_offset": 0, "num_experts": 1, "num_experts_per_tok": 1},
     ),
     "granitehybrid": (
         "granitemoehybrid",
@@ -223,23 +209,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers_block_type": [RECURS, "moe", ATTENDS, "moe"], "n_groups": 2},
     ),
     "falcon-h1": ("falcon_h1", SMALL | FALCON_H1),
-    "falcon-h1, factors": (
-        "falcon_h1",
-        SMALL
-        | FALCON_H1
-        | {
-            "mamba_rms_norm": False,
-            "embedding_multiplier": 4.0,
-            "lm_head_multiplier": 2.0,
-            "key_multiplier": 0.5,
-            "attention_in_multiplier": 2.0,
-            "attention_out_multiplier": 0.5,
-            "ssm_in_multiplier": 0.5,
-            "ssm_out_multiplier": 2.0,
-            "ssm_multipliers": [2.0] * 5,
-            "mlp_multipliers": [2.0, 0.5],
-        },
-    ),
+    "falcon-h1, factors": ("falcon_h1", SMALL | FALCON_H1 | FACTORS),
 }
 
 # What else published configurations say, that the converter needs and transformers does not; None:
