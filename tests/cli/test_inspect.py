@@ -75,7 +75,7 @@ def test_what_is_missing_and_what_is_not_used(hmt, damaged):
 
 def test_what_cannot_be_run_is_described_all_the_same(hmt, damaged):
     config = json.loads((damaged / "config.json").read_text())
-    config |= {"architectures": ["MambaForCausalLM"], "model_type": "mamba"}
+    config |= {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"}
     (damaged / "config.json").write_text(json.dumps(config))
     found = inspected(hmt, damaged)
     assert "a state besides the KV cache" in found["problem"]

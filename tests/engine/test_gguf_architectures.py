@@ -64,7 +64,9 @@ def test_tensors_that_the_converter_fuses(name: str, tmp_path: Path) -> None:
     assert not inspect(path).extra
 
 
-@pytest.mark.parametrize("name", ["qwen3next", "qwen35", "lfm2moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen3next", "qwen35", "lfm2moe", "mamba2", "falcon-h1", "kimi-linear"]
+)
 def test_hybrids_in_sixteen_bits(name: str, tmp_path: Path) -> None:
     """Which hold these numbers exactly."""
     one = conventions()[name]
@@ -107,7 +109,7 @@ def test_heads_of_values_in_another_order_in_blocks_of_256(kind: str, tmp_path: 
     assert {kind.lower(), "f32"} >= {one.encoding for one in inspect(path).stored}
 
 
-@pytest.mark.parametrize("name", ["qwen35moe", "lfm2moe"])
+@pytest.mark.parametrize("name", ["qwen35moe", "lfm2moe", "nemotron_h_moe", "mamba", "kimi-linear"])
 def test_a_hybrid_streams_and_is_packed_to_the_same_bits(name: str, tmp_path: Path) -> None:
     path = conventions()[name].write(tmp_path / "model.gguf", "Q8_0")
     whole = logits_of(path)
@@ -200,6 +202,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "another gate of convolutional models": (
         "lfm2moe", {"expert_gating_func": ("UINT32", 1)}, r"expert_gating_func 1",
     ),
+    "heads in layers that are no period": ("jamba", {
+        "attention.head_count_kv": ("ARRAY INT32", [2, 2, 0, 2])}, r"\[0, 1, 3\] are no period"),
+    "networks of two widths": ("nemotron_h", {
+        "feed_forward_length": ("ARRAY INT32", [0, 96, 0, 64])}, r"must all be as wide"),
+    "experts between projections": (
+        "nemotron_h_moe", {"moe_latent_size": ("UINT32", 32)}, r"moe_latent_size 32",
+    ),
+    "Bamba": ("granitehybrid", {"rope.scaling.finetuned": ("BOOL", True)}, r"as Bamba's files"),
     "a scale of attention": ("qwen2moe", {"attention.scale": ("FLOAT32", 0.5)}, r"scale 0\.5"),
 }  # fmt: skip
 

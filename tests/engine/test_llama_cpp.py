@@ -123,7 +123,13 @@ def quantised(source: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_K_M"])
-@pytest.mark.parametrize("name", ["qwen3next", "qwen35, wide", "qwen35moe", "lfm2", "lfm2moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3next", "qwen35, wide", "qwen35moe", "lfm2", "lfm2moe", "mamba2", "mamba, norms",
+        "jamba", "granitehybrid, experts", "nemotron_h_moe", "falcon-h1",
+    ],
+)  # fmt: skip
 def test_hybrids_of_its_own_quantiser(name: str, kind: str, tmp_path: Path) -> None:
     """And the same numbers in f32 there, since roundings choose other experts."""
     one = conventions()[name]

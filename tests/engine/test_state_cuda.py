@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedConfig
+from transformers.models.kimi_linear import KimiLinearConfig
+from transformers.models.minimax import MiniMaxConfig
+from transformers.models.olmo_hybrid import OlmoHybridConfig
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 from transformers.models.qwen3_next import Qwen3NextConfig
@@ -40,10 +43,22 @@ EXPERTS: dict[str, Any] = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }  # fmt: skip
+KINDS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+TOKENS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "linear_head_dim": 64, "linear_num_heads": 2, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "layer_types": KINDS,
+}  # fmt: skip
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **LINEAR, **EXPERTS),
     "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **LINEAR),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(**SIZES, **LINEAR, **EXPERTS),
+    "kimi_linear": lambda: KimiLinearConfig(**SIZES | TOKENS | LATENT),
+    "olmo_hybrid": lambda: OlmoHybridConfig(**SIZES, **TOKENS, layer_types=KINDS),
+    "minimax": lambda: MiniMaxConfig(
+        **SIZES, **TOKENS, layer_types=KINDS, head_dim=64, num_local_experts=4
+    ),
     "lfm2": lambda: Lfm2Config(
         **SIZES, layer_types=["conv", "full_attention", "conv", "full_attention"]
     ),

@@ -177,7 +177,7 @@ def replaced(key: str, value: Any, kind: gguf.GGUFValueType) -> Callable[[gguf.G
             "is no number",
         ),
         (
-            replaced("general.architecture", "mamba", gguf.GGUFValueType.STRING),
+            replaced("general.architecture", "rwkv7", gguf.GGUFValueType.STRING),
             UnknownArchitectureError,
             "of GGUF files HMT runs",
         ),

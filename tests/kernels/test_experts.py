@@ -152,6 +152,25 @@ def test_odd_sizes_with_biases(isa, encoding, activation):
 
 
 @pytest.mark.parametrize(("encoding", "activations"), KINDS)
+def test_experts_without_a_gate_of_their_own(isa, encoding, activations):
+    """What goes up is the gate, too: relu(u) u is the square of relu(u), as Nemotron 3 has it."""
+    whole = make_experts([0, 1, 2, 3], 64, 32, encoding, activations)
+    given = [(n, {k: w for k, w in one.items() if k != "gate_proj"}) for n, one in whole]
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3))
+    chosen, scales = route(9, 2, 4, 3)
+    found = ops.experts(x, given, chosen, scales, "relu")
+    total = torch.zeros(x.shape)
+    for number, params in given:
+        tokens, places = torch.where(chosen == number)
+        squared = ops.linear(x[tokens], params["up_proj"]).relu().square()
+        total[tokens] += ops.linear(squared, params["down_proj"]) * scales[tokens, places, None]
+    assert torch.equal(found, total) and found.abs().sum() > 0
+    close = reference.experts(x, given, chosen, scales, "relu")
+    bound = 1e-5 if activations is FLOAT else 0.01
+    assert ((found - close).abs() <= bound * close.abs().amax(-1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize(("encoding", "activations"), KINDS)
 def test_is_close_to_the_reference(isa, encoding, activations):
     experts = make_experts([0, 1, 2, 3], 64, 32, encoding, activations)
     x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3))

@@ -214,12 +214,14 @@ def exact(name: str, x: torch.Tensor) -> torch.Tensor:
     x = x.double()
     if name == "silu":
         return x * torch.sigmoid(x)
+    if name == "relu":
+        return x.clamp(min=0)
     if name == "gelu":
         return x * torch.special.erfc(-x / math.sqrt(2)) / 2
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu"]
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -268,6 +270,7 @@ def test_gates(name, dtype):
             "silu": functional.silu,
             "gelu": functional.gelu,
             "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+            "relu": functional.relu,
         }[name]
         found, expected = ops.gated_pair(pair, name), function(gate) * up
         # torch's formulas of gelu lose digits where the result is small against x.

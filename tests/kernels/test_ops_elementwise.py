@@ -87,6 +87,7 @@ def test_interleaved_rope_rotates_the_first_numbers_and_passes_the_rest():
         ("silu", functional.silu),
         ("gelu", functional.gelu),
         ("gelu_tanh", lambda x: functional.gelu(x, approximate="tanh")),
+        ("relu", functional.relu),
     ],
 )
 def test_gated(dtype, name, function):
@@ -99,8 +100,8 @@ def test_gated(dtype, name, function):
 
 
 def test_an_unknown_activation_is_an_error():
-    with pytest.raises(ConfigError, match="'relu' is unknown; HMT has silu, gelu, gelu_tanh"):
-        ops.gated(torch.ones(1, 1), torch.ones(1, 1), "relu")
+    with pytest.raises(ConfigError, match="'selu' is unknown; HMT has silu, gelu, gelu_tanh"):
+        ops.gated(torch.ones(1, 1), torch.ones(1, 1), "selu")
 
 
 @DTYPES

@@ -1,7 +1,9 @@
-"""What small random configurations are made of: rotary positions, and sizes of kinds of layers."""
+"""Sizes of kinds of layers, and rotary positions, that several families share."""
 
 import random
 from typing import Any
+
+from config_sizes import YARN, dense
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -10,33 +12,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 DEEPSEEK_YARN = {**YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.9}
 FULL_KIND, LINEAR_KIND = "full_attention", "linear_attention"
 LINEAR = {"rope_type": "linear", "factor": 3.0}
-
-
-def rope(parameters: dict[str, Any], theta: float = 5000.0) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": theta, **parameters}}
-
-
-def dense(rng: random.Random, **given: Any) -> dict[str, Any]:
-    """Sizes that most families share; an odd number of query heads per key-value head."""
-    kv_heads = rng.choice([1, 2])
-    heads = kv_heads * rng.choice([1, 3, 5])
-    dim = rng.choice([6, 10, 12])
-    sizes = {
-        "vocab_size": rng.randrange(260, 700),
-        "hidden_size": heads * dim,
-        "intermediate_size": rng.randrange(30, 90),
-        "num_hidden_layers": 3,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": rng.choice([1e-5, 1e-6]),
-        "pad_token_id": None,
-    }
-    return sizes | given
 
 
 def delta(rng: random.Random, **given: Any) -> dict[str, Any]:

@@ -4,7 +4,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from config_parts import DEEPSEEK_YARN, FULL_KIND, LINEAR_KIND, YARN, delta, dense, latent, rope
+from config_parts import DEEPSEEK_YARN, FULL_KIND, LINEAR_KIND, delta, latent
+from config_sizes import YARN, dense, rope
 
 
 def _kimi(seed: int, **given: Any) -> dict[str, Any]:

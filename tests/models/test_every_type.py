@@ -16,7 +16,7 @@ FOLLOWED = (
 REFUSED = {
     "deepseek_v32": r"attention to \d+ keys that an indexer selects: index_topk",
     "electra": "an encoder .is_decoder is false., whose tokens see those behind them",
-    "falcon_mamba": "a state besides the KV cache",
+    "recurrent_gemma": "a state besides the KV cache",
     "gemma4_text": "a separate embedding for each layer .*hidden_size_per_layer_input",
     "glm_moe_dsa": "an indexer selects",
     "llama4_text": "layers of chunked_attention",

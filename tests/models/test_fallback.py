@@ -291,7 +291,7 @@ REFUSED = {
              "Lfm3ForCausalLM", "layers of conv"),
     "llama": ({}, "OlmoForCausalLM", "'llama' is not that of a OlmoForCausalLM"),
     "longcat_flash": ({"num_layers": 2}, "LongcatFlashForCausalLM", "cannot run"),
-    "mamba": ({}, "MambaForCausalLM", "a state besides the KV cache"),
+    "zamba": ({}, "ZambaForCausalLM", "a state besides the KV cache"),
     "rwkv": ({}, "RwkvForCausalLM", "a state besides the KV cache"),
 }  # fmt: skip
 

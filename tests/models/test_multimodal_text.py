@@ -7,8 +7,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import every_type
 import pytest
 import torch
+import transformers
 from plain_memory import randomise
 from random_configs import cases
 from safetensors.torch import load_file, save_file
@@ -22,6 +24,7 @@ from transformers import (
     Qwen3_5MoeForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import hmt
 from hmt.engine.loading.inspection import inspect
@@ -100,6 +103,50 @@ def test_text_of_the_whole_model(
     assert "are not used" not in caplog.text
     seen = inspect(tmp_path)
     assert not seen.problem and "text only" in seen.remark
+
+
+def shrunk(base: Any) -> dict[str, Any]:
+    """Fields of a type's defaults, made small, of its parts as well."""
+    fields = every_type._small(base)
+    for name in base.sub_configs:
+        inner = getattr(base, name, None)
+        if inner is not None and "vision" in name:
+            small = {"depth": 1, "num_hidden_layers": 1, "image_size": 16, "out_hidden_size": 64}
+            fields[name] |= {key: size for key, size in small.items() if hasattr(inner, key)}
+    return fields
+
+
+@pytest.mark.parametrize(
+    "kind", ["exaone4_5", "idefics3", "internvl", "kimi_k25", "mistral3", "qwen3_vl_moe"]
+)
+def test_text_of_other_models(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Made of their defaults, and written as transformers writes them."""
+    made = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind])
+    config = CONFIG_MAPPING[kind](**shrunk(CONFIG_MAPPING[kind]()))
+    config._attn_implementation = config.text_config._experts_implementation = "eager"
+    model = made(config).float().eval()
+    randomise(model, 7)
+    model.tie_weights()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    # transformers renames the vision tower's layers, and those of Kimi's text with them.
+    names = {name: name.replace("model.blocks.", "model.layers.") for name in load_file(file)}
+    tensors = {names[name]: tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    rng = random.Random(3)
+    tokens = [rng.randrange(16, 250) for _ in range(27)]
+    with torch.inference_mode():
+        wanted = model(input_ids=torch.tensor([tokens])).logits[0]
+    options = {"dtype": "float32", "max_prefill_tokens": 8, "context": 64}
+    with caplog.at_level(logging.WARNING), hmt.Engine(host_memory="256MiB", **options) as engine:
+        loaded = engine.load_model(tmp_path)
+        found = loaded.logits(tokens, range(27), prefill=20)
+        assert any("text only" in remark for remark in loaded.summary().notes)
+    atol = 1e-4 * max(1.0, float(wanted.std()))
+    torch.testing.assert_close(found[:, : wanted.shape[1]], wanted, atol=atol, rtol=0)
+    assert "are not used" not in caplog.text
 
 
 def arranged(tensors: dict[str, torch.Tensor], *, stacked: bool) -> dict[str, torch.Tensor]:

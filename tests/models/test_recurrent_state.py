@@ -34,10 +34,10 @@ NEVER = "no model writes this"
     params=[
         "qwen3_next-0",
         "qwen3_5_text-0",
-        "mamba2-1",
-        "falcon_h1-0",
         "kimi_linear-0",
         "minimax-0",
+        "mamba2-1",
+        "falcon_h1-0",
     ],
 )
 def made(

@@ -13,7 +13,7 @@ from random_configs import cases
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, Role
 from hmt.contracts.model import KVKind, Model
-from hmt.models import open_model, supported_architectures
+from hmt.models import open_model, supported_architectures, with_architecture
 from hmt.models.decoder import head_chunk_rows
 
 PATH = Path("some/where")
@@ -104,6 +104,8 @@ def test_bad_configurations_are_named(changes: dict[str, Any], words: list[str])
         ("KimiLinearForCausalLM", {"mla_use_nope": False}, "mla_use_nope is False"),
         ("KimiLinearForCausalLM", {"num_expert_group": 7}, "7 groups of 256 experts"),
         ("BailingHybridForCausalLM", {"kda_lower_bound": 2.0}, "kda_lower_bound is 2.0"),
+        ("BailingHybridForCausalLM", {"no_kda_lora": False}, "no_kda_lora is False"),
+        ("MiniMaxForCausalLM", {"sliding_window": 64}, "sliding_window is 64"),
     ],
 )
 def test_what_a_family_does_not_compute_is_refused(
@@ -135,6 +137,24 @@ def test_published_deepseek_sizes() -> None:
     assert all(any(pattern.search(name) for pattern in ignored) for name in known)
     needed = [source for b in spec.blocks for param in b.params for source in param.sources]
     assert not any(pattern.search(name) for pattern in ignored for name in needed)
+
+
+def test_published_ling() -> None:
+    """inclusionAI/Ling-3.0-Flash, whose class has another name in transformers."""
+    ling = {
+        "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid",
+        "num_hidden_layers": 12, "head_dim": 128, "layer_group_size": 6, "num_experts": 16,
+        "no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise",
+    }  # fmt: skip
+    spec = open_as(dict(with_architecture(ling))).spec
+    assert list(spec.kv_layers) == [5, 11]
+    assert spec.state_bytes == 10 * 4 * (32 * 128 * 128 + 3 * 3 * 4096)
+    names = {source for b in spec.blocks for param in b.params for source in param.sources}
+    assert {
+        "model.word_embeddings.weight", "model.layers.0.attention.f_proj.weight",
+        "model.layers.5.attention.dense.weight", "model.layers.5.attention.g_proj.weight",
+        "model.layers.2.mlp.gate.expert_bias", "model.layers.2.mlp.experts.15.up_proj.weight",
+    } <= names  # fmt: skip
 
 
 def test_published_kimi_linear() -> None:

@@ -40,7 +40,6 @@ _ACTIVATIONS = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
 }
 _COUNTS = (
     "hidden_size",

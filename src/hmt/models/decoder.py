@@ -73,7 +73,7 @@ class Decoder(ABC, Model):
             kv=tuple(kv),
             activation_width=activation_width,
             piece_width=piece_width,
-            attention_heads=getattr(config, "num_attention_heads", 1),
+            attention_heads=config.num_attention_heads if any(kv) else 0,
             experts_per_token=0 if router is None else router.top_k,
             together=all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,

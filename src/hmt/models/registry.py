@@ -51,8 +51,8 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
-    "KimiLinearForCausalLM": ("kimi_linear", KimiLinear),
     "JambaForCausalLM": ("jamba", Jamba),
+    "KimiLinearForCausalLM": ("kimi_linear", KimiLinear),
     "Lfm2ForCausalLM": ("lfm2", Lfm2),
     "Lfm2MoeForCausalLM": ("lfm2_moe", Lfm2Moe),
     "LlamaForCausalLM": ("llama", Llama),
@@ -71,17 +71,24 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Qwen3_5ForCausalLM": ("qwen3_5_text", Qwen35),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", Qwen35Moe),
 }
+# What publishers call a model whose class has another name in transformers.
+_PUBLISHED = {"BailingMoeV3ForCausalLM": "BailingHybridForCausalLM"}
 # Text parts of multimodal models that compute, for text alone, what a family does.
 _ALIKE = {
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
+# Multimodal models whose text is that of a causal language model of transformers, in its masks and
+# logits, too: Aya Vision's has no scale of logits, and PaliGemma's prompts see what comes after.
+_PLAIN = ("aria", "exaone4_5", "granite_speech", "granite_speech_plus")
+_FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}  # what their code does, whatever is said
 # Of a multimodal model.
 _TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
 _OTHER_PARTS = (
-    r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_audio)\.",
-    r"(^|\.)(embed_vision|vision_embedder)\.",
+    r"(^|\.)\w*(visual|vision|image|video|audio|speech|projector|connector|aligner|perceiver)\w*\.",
+    r"(^|\.)(vqmodel|vlm_merger|merger|resampler|qformer|query_tokens|newline)\w*(\.|$)",
 )
 # What fields of types and sizes that no published file has end in, where none is checked by name.
 _WRONG = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -135,13 +142,27 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     else:
         kind = text.get("model_type") or kind
     names = {model_type: name for name, (model_type, _) in _FAMILIES.items()} | _ALIKE
-    name = names.get(kind) if isinstance(kind, str) else None
+    if not isinstance(kind, str):
+        return None
+    name = names.get(kind) or _causal(config, kind)
     if name is None:
         return None
     tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
     rotary = {k: _one_axis(text[k]) for k in ("rope_scaling", "rope_parameters") if k in text}
     own = {k: value for k, value in text.items() if k != "vision_config"}
-    return {**own, **tied, **rotary, "model_type": _FAMILIES[name][0], "architectures": [name]}
+    own |= tied | rotary | _FIXED.get(kind, {})
+    kind = _FAMILIES[name][0] if name in _FAMILIES else kind
+    return {**own, "model_type": kind, "architectures": [name]}
+
+
+def _causal(config: Mapping[str, Any], kind: str) -> str | None:
+    """transformers' causal language model of type `kind`, where it is a plain part of another."""
+    if config.get("model_type") not in _PLAIN:
+        return None
+    from transformers.models.auto import modeling_auto  # names only, yet it takes a second
+
+    found: str | None = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    return found
 
 
 def _one_axis(parameters: Any) -> Any:
@@ -158,10 +179,12 @@ def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parsed config.json with an entry in `architectures` where `model_type` says which.
 
     That is the type's causal language model, where there is no entry, or it names the bare model of
-    that type, without an output layer.
+    that type, without an output layer.  A publisher's own name becomes transformers'.
     """
     names, model_type = config.get("architectures"), config.get("model_type")
     name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name in _PUBLISHED:
+        return {**config, "architectures": [_PUBLISHED[name]]}
     if name in _FAMILIES or not isinstance(model_type, str):
         return config
     from transformers.models.auto import modeling_auto  # names only, yet it takes a second

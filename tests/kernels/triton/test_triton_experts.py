@@ -220,6 +220,22 @@ def test_odd_sizes(device, monkeypatch, kind, tokens, activation):
     near(experts(x, given, chosen, scales, activation), wanted, kind, torch.float32)
 
 
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[7], KINDS[11], KINDS[14]], ids=str)
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_experts_without_a_gate_of_their_own(device, kind, tokens):
+    """Whose gate is what goes up: relu(u) u is the square of relu(u)."""
+    whole = make_experts(kind, [0, 1, 2], 64, max(32, kind[3]), device=device)
+    given = [(n, {k: w for k, w in one.items() if k != "gate_proj"}) for n, one in whole]
+    x, chosen, scales = inputs(tokens, 64, 2, 3, device=device)
+    wanted = torch.zeros(tokens, 64, device=device)
+    for number, params in given:
+        rows, places = torch.where(chosen == number)
+        squared = reference.linear(x[rows].float(), params["up_proj"]).relu().square()
+        out = reference.linear(squared, params["down_proj"])
+        wanted[rows] += out * scales[rows, places, None]
+    near(experts(x, given, chosen, scales, "relu"), wanted, kind, x.dtype)
+
+
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_absent_experts_and_totals(device, tokens):
     kind = KINDS[0]

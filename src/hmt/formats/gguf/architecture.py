@@ -130,6 +130,7 @@ class Architecture:
                  groups of heads
     transposed   matrices inside layers are [in, out] in transformers
     joined       tensors of transformers that llama.cpp has in two, one after the other
+    widths       files say by layer how wide networks are
     attends      some layers attend; otherwise files have no heads and no networks
     proportional rope_freqs tells which part of a head is rotated
     dropped      fields that all have and this one must not
@@ -150,6 +151,7 @@ class Architecture:
     grouped: bool = False
     transposed: bool = False
     joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    widths: bool = False
     attends: bool = True
     proportional: bool = False
     dropped: tuple[str, ...] = ()

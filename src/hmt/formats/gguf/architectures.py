@@ -42,7 +42,7 @@ from hmt.formats.gguf.fields import (
     tensor,
     window,
 )
-from hmt.formats.gguf.hybrid import LFM2, LFM2MOE, QWEN3NEXT, QWEN35, QWEN35MOE
+from hmt.formats.gguf.hybrid import HYBRIDS
 from hmt.formats.gguf.keys import Keys
 from hmt.formats.gguf.special import (
     COHERE2MOE,
@@ -74,6 +74,7 @@ _GELU: Final = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_py
 _BIASES: Final = {"attention_bias": query_bias, "mlp_bias": False}
 
 ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]] = {
+    **HYBRIDS,
     "afmoe": Architecture(
         "AfmoeForCausalLM",
         "afmoe",
@@ -301,8 +302,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         epsilon=(LAYER_NORM, "layer_norm_eps"),
     ),
     "jamba": JAMBA,
-    "lfm2": LFM2,
-    "lfm2moe": LFM2MOE,
     "llama": llama,
     "mamba": mamba,
     "mamba2": MAMBA2,
@@ -437,9 +436,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         "qwen3_moe",
         {**EXPERTS, "norm_topk_prob": True},  # as llama.cpp computes it
     ),
-    "qwen3next": QWEN3NEXT,
-    "qwen35": QWEN35,
-    "qwen35moe": QWEN35MOE,
     "seed_oss": Architecture(
         "SeedOssForCausalLM",
         "seed_oss",

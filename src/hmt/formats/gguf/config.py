@@ -30,7 +30,7 @@ def read_config(
     if row is None:
         raise UnknownArchitectureError(
             f"{what} is of architecture {name!r:.100}; of GGUF files HMT runs "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(sorted(ARCHITECTURES))}"
         )
     keys = Keys(metadata, str(name), what, records, factors)
     table = records.get("token_embd.weight")
@@ -88,8 +88,8 @@ def _of_attention(keys: Keys, architecture: Architecture, hidden: int) -> dict[s
     heads_of_keys = (
         heads if "num_key_value_heads" in own else keys.count("attention.head_count_kv", heads)
     )
-    width = None
-    if "intermediate_size" not in own:
+    width = None  # which one of `fields` reads
+    if not architecture.widths:
         width = keys.count(
             "feed_forward_length", keys.count("expert_feed_forward_length", 4 * hidden)
         )

@@ -9,12 +9,25 @@ What llama.cpp's converter does to delta nets, beside what it does to others (co
   Files of 2025 have it as it was (ssm_in).
 - Qwen3.5 publishes the heads of values by key heads: all of the first one, then all of the second.
   The file has the first of each key head, then the second of each, and so on: they are "tiled".
+
+Of Kimi Linear and Ling 3 (conversion/kimi_linear.py, bailingmoe3.py): convolutions of queries, keys
+and values are apart; `A_log` is stored as -exp(A_log), or as exp(A_log); kv_b is two tensors, as
+DeepSeek's; Ling's projections to decays and gates are called as the first of Kimi's two.
 """
 
 from typing import Any, Final
 
-from hmt.formats.gguf.architecture import EARLY_NORM, EXPERTS, Architecture
-from hmt.formats.gguf.fields import Config, count, number, sigmoid_only
+from hmt.formats.gguf.architecture import EARLY_NORM, EXPERTS, TRUNK, Architecture
+from hmt.formats.gguf.fields import (
+    Config,
+    count,
+    flag,
+    must,
+    number,
+    same,
+    sigmoid_only,
+    sparse_after,
+)
 from hmt.formats.gguf.keys import Keys
 
 _DELTA: Final = EARLY_NORM | {
@@ -174,3 +187,92 @@ LFM2MOE: Final = Architecture(
     _CONV_TRUNK,
     epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
 )
+
+_KDA: Final = {
+    "ssm_f_a": "self_attn.f_a_proj",
+    "ssm_f_b": "self_attn.f_b_proj",
+    "ssm_g_a": "self_attn.g_a_proj",
+    "ssm_g_b": "self_attn.g_b_proj",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_a.bias": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_norm": "self_attn.o_norm",
+}
+_KIMI: Final = _KDA | {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+    "ffn_gate_shexp": "block_sparse_moe.shared_experts.gate_proj",
+    "ffn_up_shexp": "block_sparse_moe.shared_experts.up_proj",
+    "ffn_down_shexp": "block_sparse_moe.shared_experts.down_proj",
+}
+_LING: Final = _KDA | {
+    "ssm_f_a": "self_attn.f_proj",
+    "ssm_g_a": "self_attn.g_proj",
+    "attn_gate": "self_attn.g_proj",  # of layers with latent attention
+}
+
+
+def _nope_dim(keys: Keys, config: Config) -> int:
+    whole, turned = keys.count("attention.key_length_mla"), int(config["qk_rope_head_dim"])
+    if whole <= turned:
+        raise keys.unread("attention.key_length_mla", f"of which {turned} turn")
+    return int(whole) - turned
+
+
+_KDA_FIELDS: Final[dict[str, Any]] = {
+    "num_key_value_heads": same("num_attention_heads"),
+    "layer_types": lambda keys, config: [
+        "full_attention" if heads else "linear_attention" for heads in heads_by_layer(keys, config)
+    ],
+    "mlp_layer_types": sparse_after("leading_dense_block_count"),
+    "linear_head_dim": count("kda.head_dim"),
+    "linear_num_heads": same("num_attention_heads"),
+    "linear_conv_kernel_dim": count("ssm.conv_kernel"),
+    "q_lora_rank": count("attention.q_lora_rank", None),
+    "kv_lora_rank": count("attention.kv_lora_rank"),
+    "qk_rope_head_dim": count("rope.dimension_count"),
+    "qk_nope_head_dim": _nope_dim,
+    "v_head_dim": count("attention.value_length_mla"),
+    "head_dim": same("qk_rope_head_dim"),
+    "attention_bias": False,
+    "num_local_experts": count("expert_count"),
+    "num_experts_per_tok": count("expert_used_count"),
+    "moe_intermediate_size": count("expert_feed_forward_length"),
+    "n_shared_experts": count("expert_shared_count"),
+    "routed_scaling_factor": number("expert_weights_scale", 1.0),
+    "n_group": count("expert_group_count", 1),
+    "topk_group": count("expert_group_used_count", 1),
+    "scoring_func": sigmoid_only("sigmoid"),
+}
+KIMI_LINEAR: Final = Architecture(
+    "KimiLinearForCausalLM",
+    "kimi_linear",
+    {**_KDA_FIELDS, "norm_topk_prob": True},  # as llama.cpp computes it
+    _KIMI,
+    rotary=False,
+)
+BAILINGMOE3: Final = Architecture(
+    "BailingHybridForCausalLM",
+    "bailing_hybrid",
+    {
+        **_KDA_FIELDS,
+        "norm_topk_prob": flag("expert_weights_norm", False),
+        "kda_safe_gate": must("kda.safe_gate", True, True),
+        "kda_lower_bound": number("kda.gate_lower_bound"),
+        "num_nextn_predict_layers": 0,
+    },
+    _LING,
+    {**TRUNK, "token_embd": "model.word_embeddings"},
+)
+HYBRIDS: Final = {
+    "bailingmoe3": BAILINGMOE3,
+    "kimi-linear": KIMI_LINEAR,
+    "lfm2": LFM2,
+    "lfm2moe": LFM2MOE,
+    "qwen3next": QWEN3NEXT,
+    "qwen35": QWEN35,
+    "qwen35moe": QWEN35MOE,
+}

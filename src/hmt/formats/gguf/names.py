@@ -37,6 +37,7 @@ _FUSED: Final = "attn_qkv"
 _FUSED_EXPERTS: Final = ("ffn_gate_exps", "ffn_up_exps")  # in ffn_gate_up_exps
 _PERMUTED: Final = ("attn_q", "attn_k")
 _CONVOLUTIONS: Final = ("ssm_conv1d", "shortconv.conv")
+_APART: Final = ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")  # in self_attn.conv1d
 _COLUMNS: Final = ("ssm_a", "ssm_d")  # of Mamba-2, whose norm of results has rows by group
 _BY_VALUE_HEAD: Final = ("ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
 
@@ -53,6 +54,7 @@ class Names:
     recurs   layers with delta nets
     tiles    (rows before values, heads of keys, numbers of a value) where values of delta nets are
              tiled: see hybrid.py; else 0 heads
+    scales   shape of the decays' scales in the model, where the file's may be another
     """
 
     architecture: Architecture
@@ -63,6 +65,7 @@ class Names:
     gated: bool = False
     recurs: frozenset[int] = frozenset()
     tiles: tuple[int, int, int] = (0, 0, 0)
+    scales: tuple[int, ...] = ()
 
     @property
     def layer(self) -> Mapping[str, str]:
@@ -79,10 +82,13 @@ def names_of(architecture: Architecture, config: Mapping[str, Any]) -> Names:
     dim = config.get("head_dim", config["hidden_size"] // heads)
     latent = "kv_lora_rank" in config
     names = Names(architecture, config["num_hidden_layers"], (heads, keys), dim, latent)
-    if "linear_num_key_heads" not in config:
+    if "linear_num_key_heads" not in config and "linear_num_heads" not in config:
         return names
     kinds = enumerate(config["layer_types"])
     recurs = frozenset(layer for layer, kind in kinds if kind == "linear_attention")
+    if "linear_num_heads" in config:
+        kimi, own = config["model_type"] == "kimi_linear", config["linear_num_heads"]
+        return replace(names, recurs=recurs, scales=(1, 1, own, 1) if kimi else (own,))
     tiles, groups = (0, 0, 0), config["linear_num_key_heads"]
     if config.get("linear_value_heads_tiled"):
         tiles = (
@@ -104,7 +110,7 @@ class _Change:
     transposed   it is [in, out]
     tiles        (rows before them, heads of keys, rows of a head) of heads of values whose first
                  ones of each head of keys come first; else 0 heads
-    decay        it is -exp of what models know
+    decay        its size is exp of what models know
     """
 
     turned: int = 0
@@ -135,6 +141,12 @@ def forms_of(records: Mapping[str, TensorRecord], names: Names) -> dict[str, For
             values = records.get(f"blk.{match[1]}.attn_v_b.weight")
             forms[name] = _latent(record, values, names.heads[0])
     for layer in range(names.layers):
+        convolutions = [records.get(f"blk.{layer}.{part}.weight") for part in _APART]
+        parts = [record for record in convolutions if record is not None]
+        if len(parts) == len(_APART):
+            forms[names.architecture.at.format(layer) + "self_attn.conv1d.weight"] = _one_conv(
+                parts
+            )
         for name, halves in names.architecture.joined.items():
             found = [records.get(f"blk.{layer}.{half}.weight") for half in halves]
             joined = _joined([record for record in found if record is not None])
@@ -169,6 +181,18 @@ def _joined(halves: Sequence[TensorRecord]) -> Joined | None:
         for half, part in zip(halves, pair, strict=True)
     )
     return Joined(pieces, (*experts, 2 * rows, columns))
+
+
+def _one_conv(parts: Sequence[TensorRecord]) -> Joined:
+    """Convolutions of queries, keys and values, whatever dimensions of one they have besides."""
+    taps = parts[0].shape[-1]
+    if any(part.shape[-1:] != (taps,) for part in parts):
+        raise HeaderError(
+            f"{parts[0].file}: {' and '.join(repr(part.name) for part in parts)} must be as wide"
+        )
+    plain = [replace(part, shape=(prod(part.shape[:-1]), 1, taps)) for part in parts]
+    pieces = tuple(_form(part, part, _AS_IT_IS) for part in plain)
+    return Joined(pieces, (sum(part.shape[0] for part in plain), 1, taps))
 
 
 def _latent(keys: TensorRecord, values: TensorRecord | None, heads: int) -> Published:
@@ -219,6 +243,8 @@ def _parameters(record: TensorRecord, names: Names) -> Iterator[tuple[str, Tenso
         record = replace(record, shape=(record.shape[0], 1, record.shape[1]))
     if (what in _COLUMNS and record.shape[1:] == (1,)) or what == "ssm_norm":
         record = replace(record, shape=(prod(record.shape),))
+    if what == "ssm_a" and prod(record.shape) == prod(names.scales or (0,)):
+        record = replace(record, shape=names.scales)
     whole = names.layer.get(f"{what}.{kind or 'bias'}")
     if whole is not None:
         yield at + whole, record, change

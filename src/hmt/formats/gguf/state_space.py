@@ -315,6 +315,7 @@ def nemotron_h(keys: Keys) -> Architecture:
         epsilon=(key, "layer_norm_epsilon"),
         rotary=False,
         turned=True,
+        widths=True,
         dropped=("position_embedding_type",),
     )
 

@@ -42,6 +42,7 @@ _STACKED = (
     "Qwen3NextForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration",
 )
 
 

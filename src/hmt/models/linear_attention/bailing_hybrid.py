@@ -26,6 +26,10 @@ class BailingHybrid(LatentHybrid):
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "head_dim", config.qk_rope_head_dim)
+        require(config, "no_kda_lora", True)
+        require(config, "gated_attention_proj_granularity_type", "head_wise")
+        require(config, "expert_swiglu_limit_list", None)
+        require(config, "share_expert_swiglu_limit_list", None)
         bound = config.kda_lower_bound if config.kda_safe_gate else 0.0
         if config.kda_safe_gate and not bound < 0:
             raise CheckpointError(f"kda_lower_bound is {bound}; it must be below 0")

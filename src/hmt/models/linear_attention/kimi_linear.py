@@ -110,22 +110,24 @@ class LatentHybrid(LatentDecoder):
     def blocks_of(
         self, index: int, names: Mapping[str, str], projections: tuple[str, str, str]
     ) -> Iterator[BlockSpec]:
-        """The blocks of layer `index`; `names` in checkpoints, and `projections` of experts."""
+        """The blocks of layer `index`; `names` they have besides, and `projections` of experts."""
         at = f"model.layers.{index}."
         mixer = self.attention if self.attends[index] else self.recurrent
         own = self.norm.param("norm", f"{at}input_layernorm.weight")
-        yield attention_block(index, own, *renamed(mixer.params(f"{at}self_attn."), names))
+        yield attention_block(
+            index, own, *renamed(mixer.params(f"{at}self_attn."), names, also=True)
+        )
         own = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if not self.sparse[index]:
             params = self.ffn.ffn.params(f"{at}mlp.")
             yield ffn_block(index, own, *renamed(params, _NETWORKS, also=True))
             return
-        gate = renamed(self.router.params(f"{at}mlp.gate"), names)
-        shared = renamed(self.shared.params(f"{at}mlp.shared_experts."), names)
+        gate = renamed(self.router.params(f"{at}mlp.gate"), names, also=True)
+        shared = renamed(self.shared.params(f"{at}mlp.shared_experts."), names, also=True)
         yield router_block(index, own, *gate, *shared)
         for expert in range(self.router.experts):
             params = self.expert.params(f"{at}mlp.experts.{expert}.", projections)
-            yield expert_block(index, expert, *renamed(params, names))
+            yield expert_block(index, expert, *renamed(params, names, also=True))
 
     @override
     def mix(

@@ -21,7 +21,8 @@ class Floats(WeightImporter):
     turned    rows of a head, where they lie in another order: see turn_back; else 0
     minus     is subtracted, in f32: gemma's norms are published with 1 added in GGUF files.  As it
               was added in f32 to no less than -1, subtracting it again is exact.
-    decay     they are -exp of what is wanted: a delta net's A_log, of which GGUF files have that
+    decay     they are exp of what is wanted, or that below 0: a delta net's A_log, of which GGUF
+              files have that
 
     Part: data [rows, ...].
     """
@@ -43,6 +44,6 @@ class Floats(WeightImporter):
             numbers = turn_back(numbers, self.turned)
         target.data.copy_(numbers)
         if self.decay:
-            target.data.neg_().log_()
+            target.data.abs_().log_()
         if self.minus:
             target.data.sub_(self.minus)

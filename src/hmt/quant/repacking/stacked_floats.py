@@ -21,6 +21,7 @@ class StackedFloats(WeightImporter):
     turn          which of them this one is
     columns       of a transposed weight: how many rows there are in all, so that the part is
                   [in, columns] and comes whole; 0 where rows lie one after the other
+    start         of a transposed weight: columns before its own (Qwen3-VL's experts)
 
     Part: data [interleaved * rows], [interleaved * rows, in], or [in, columns].
     """
@@ -29,6 +30,7 @@ class StackedFloats(WeightImporter):
     interleaved: int = 1
     turn: int = 0
     columns: int = 0
+    start: int = 0
 
     @override
     def format(self, shape: tuple[int, ...]) -> Format:
@@ -40,7 +42,7 @@ class StackedFloats(WeightImporter):
         dtype = DTYPES[self.dtype]
         if self.columns:
             data = as_tensor(parts["data"], dtype, *inputs, self.columns)
-            mine = data[:, self.turn :: self.interleaved]
+            mine = data[:, self.start + self.turn :: self.interleaved]
             target.data.copy_(mine[:, first : first + rows].T)
             return
         data = as_tensor(parts["data"], dtype, rows * self.interleaved, *inputs)
