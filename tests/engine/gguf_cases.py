@@ -208,6 +208,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {"layers_block_type": [RECURS, "moe", ATTENDS, "moe"], "n_groups": 2},
     ),
+    "nemotron_h_moe, latent": (
+        "nemotron_h",
+        {"layers_block_type": [RECURS, "moe", ATTENDS, "moe"], "moe_latent_size": 32},
+    ),
     "falcon-h1": ("falcon_h1", SMALL | FALCON_H1),
     "falcon-h1, factors": ("falcon_h1", SMALL | FALCON_H1 | FACTORS),
 }

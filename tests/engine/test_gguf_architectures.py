@@ -206,9 +206,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "attention.head_count_kv": ("ARRAY INT32", [2, 2, 0, 2])}, r"\[0, 1, 3\] are no period"),
     "networks of two widths": ("nemotron_h", {
         "feed_forward_length": ("ARRAY INT32", [0, 96, 0, 64])}, r"must all be as wide"),
-    "experts between projections": (
-        "nemotron_h_moe", {"moe_latent_size": ("UINT32", 32)}, r"moe_latent_size 32",
-    ),
     "Bamba": ("granitehybrid", {"rope.scaling.finetuned": ("BOOL", True)}, r"as Bamba's files"),
     "a scale of attention": ("qwen2moe", {"attention.scale": ("FLOAT32", 0.5)}, r"scale 0\.5"),
 }  # fmt: skip

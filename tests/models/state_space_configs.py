@@ -104,6 +104,7 @@ def _nemotron_h(rng: random.Random) -> Iterator[dict[str, Any]]:
         "layers_block_type": ["moe", "full_attention", "linear_attention", "moe"], "n_groups": 2,
         "norm_topk_prob": False, "num_experts_per_tok": 1,
     }  # fmt: skip
+    yield usual | sizes | {"moe_latent_size": 18, "mlp_bias": True}
 
 
 def _mamba(rng: random.Random) -> Iterator[dict[str, Any]]:

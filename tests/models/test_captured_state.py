@@ -58,7 +58,14 @@ def graphs_of(model: LoadedModel) -> GraphRunner:
 
 NAMES = ["qwen3_next-0", "qwen3_5_text-0", "qwen3_5_moe_text-0", "lfm2-0", "lfm2_moe-0"]
 NAMES += ["kimi_linear-0", "bailing_hybrid-0", "olmo_hybrid-0", "minimax-0"]
-NAMES += ["mamba2-1", "granitemoehybrid-0", "falcon_h1-0", "nemotron_h-0"]
+NAMES += [
+    "mamba2-1",
+    "granitemoehybrid-0",
+    "falcon_h1-0",
+    "nemotron_h-0",
+    "nemotron_h-3",
+    "jamba-0",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

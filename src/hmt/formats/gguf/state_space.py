@@ -287,6 +287,8 @@ _NEMOTRON_NAMES: Final = _mamba2("mixer.") | {
     "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
     "ffn_up_exps": "mixer.experts.{}.up_proj",
     "ffn_down_exps": "mixer.experts.{}.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
     "ffn_up_shexp": "mixer.shared_experts.up_proj",
     "ffn_down_shexp": "mixer.shared_experts.down_proj",
 }
@@ -302,6 +304,7 @@ def nemotron_h(keys: Keys) -> Architecture:
             "moe_shared_expert_intermediate_size": count("expert_shared_feed_forward_length"),
             "n_shared_experts": count("expert_shared_count", 1),
             "norm_topk_prob": flag("expert_weights_norm", False),
+            "moe_latent_size": count("moe_latent_size", None),
             "routed_scaling_factor": number("expert_weights_scale", 1.0),
         }
     key = _RMS if _RMS in keys else "attention.layer_norm_epsilon"

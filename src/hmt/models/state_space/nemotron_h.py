@@ -19,7 +19,10 @@ from hmt.layers import (
     ResidualFFN,
     RMSNorm,
     add_routed_experts,
+    linear_params,
+    project,
     request_experts,
+    routed_experts,
 )
 from hmt.models.config import Config, check_experts, head_dim, layer_kinds, require
 from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
@@ -28,7 +31,11 @@ from hmt.models.state_space.sizes import checked
 
 
 class NemotronH(Decoder):
-    """Networks square the positive part of what goes up; attention knows no positions."""
+    """Networks square the positive part of what goes up; attention knows no positions.
+
+    latent   numbers that routed experts take and give, between two projections that all share; 0:
+             hidden states as they are
+    """
 
     attention: Attention
     recurrent: Mamba2
@@ -38,7 +45,6 @@ class NemotronH(Decoder):
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "mlp_hidden_act", "relu2")
         require(config, "mamba_hidden_act", "silu")
-        require(config, "moe_latent_size", None)
         hidden = config.hidden_size
         self.norm = RMSNorm(hidden, config.layer_norm_epsilon)
         self.kinds = layer_kinds(config, "full_attention", "linear_attention", "mlp", "moe")
@@ -107,10 +113,13 @@ class NemotronH(Decoder):
             renormalise=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
         )
+        self.latent = config.moe_latent_size or 0
         width = config.moe_shared_expert_intermediate_size
         self.shared = _network(config, width, prefix="shared_")
-        self.expert = GatedFFN(hidden, config.moe_intermediate_size, "relu", own_gate=False)
-        return 2 * hidden + self.shared.activation_width + self.expert.activation_width
+        width = config.moe_intermediate_size
+        self.expert = GatedFFN(self.latent or hidden, width, "relu", own_gate=False)
+        widths = self.shared.activation_width + self.expert.activation_width
+        return 3 * hidden + self.latent + widths
 
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
@@ -127,7 +136,12 @@ class NemotronH(Decoder):
 
     def _expert_params(self, index: int, norm: ParamSpec, at: str) -> Iterator[BlockSpec]:
         router, shared = self.router.params(f"{at}gate"), self.shared.params(f"{at}shared_experts.")
-        yield router_block(index, norm, *router, *shared)
+        hidden, latent, bias = self.norm.width, self.latent, self.shared.bias
+        between = (
+            *linear_params("latent_down", latent, hidden, f"{at}fc1_latent_proj", bias=bias),
+            *linear_params("latent_up", hidden, latent, f"{at}fc2_latent_proj", bias=bias),
+        )
+        yield router_block(index, norm, *router, *shared, *(between if latent else ()))
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}experts.{expert}."))
 
@@ -150,10 +164,15 @@ class NemotronH(Decoder):
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
             x = self.norm(hidden, params["norm"])
             routing = self.router(x, params)
+            given = project(x, params, "latent_down") if self.latent else x
             # On their way while the shared one computes.
-            request_experts(x, routing, hidden, index, self.expert, weights)
+            request_experts(given, routing, hidden, index, self.expert, weights)
             shared = self.shared(x, params)
-        return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
+        if not self.latent:
+            return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
+        found = routed_experts(given, routing, index, self.expert, weights)
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            return hidden + (project(found, params, "latent_up") + shared)
 
 
 def _network(config: Config, width: int, prefix: str = "") -> GatedFFN:

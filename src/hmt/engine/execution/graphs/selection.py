@@ -54,13 +54,20 @@ def open_graphs(
         return "the CPU is not asked for experts of some layers"
     channel = own.open_channel(
         tokens=min(batch, _MAX_PROMPT_LOGIT_ROWS),
-        hidden=model.spec.hidden_size,
+        hidden=_expert_width(model),
         top_k=model.spec.experts_per_token,
         dtype=model.dtype,
     )
     if channel is None:
         return "the GPU cannot ask the CPU for experts"
     return GraphRunner(model, own, kv, device, channel, head=head)
+
+
+def _expert_width(model: Model) -> int:
+    """Numbers that experts take of a token, and give."""
+    experts = (block for block in model.spec.blocks if block.id.kind is BlockKind.EXPERT)
+    outputs = (p.shape[0] for block in experts for p in block.params if p.name == "down_proj")
+    return next(outputs, model.spec.hidden_size)
 
 
 def _leaves_only_networks(model: Model, plan: Plan) -> bool:
