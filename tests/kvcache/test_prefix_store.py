@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from hmt.base.errors import ConfigError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import Tier
-from hmt.kvcache.prefix import PrefixStore, store_buffer_bytes
-from hmt.kvcache.prefix.segments import segment_bytes
+from hmt.kvcache.prefix import PrefixStore, segments, store_buffer_bytes
+from hmt.kvcache.prefix.segments import pages_within, segment_bytes
 from hmt.memory import HostPool, Ledger
 
 PAGE_BYTES = 768
@@ -150,6 +150,28 @@ def test_many_tokens_take_few_reads(tmp_path, pool, monkeypatch):
         assert made.store.load(keys, 0, lambda memory: seen.append(len(memory))) == pages
     assert sum(reads) == pages * PAGE_BYTES
     assert len(reads) == len(seen) == 1
+
+
+@given(st.integers(0, 1 << 34), st.sampled_from([256, 768, 4096, 65536, 1 << 24]))
+def test_a_file_has_as_many_pages_as_fit(nbytes, page_bytes):
+    pages = pages_within(nbytes, page_bytes)
+    assert pages == 0 or segment_bytes(pages, page_bytes) <= nbytes
+    assert segment_bytes(pages + 1, page_bytes) > nbytes
+
+
+def test_pages_of_few_bytes_are_counted_at_once(monkeypatch):
+    """One at a time, the pages of a model without keys and values took seconds for each file."""
+    counted = 0
+    own = segments.segment_bytes
+
+    def watched(pages: int, page_bytes: int) -> int:
+        nonlocal counted
+        counted += 1
+        return own(pages, page_bytes)
+
+    monkeypatch.setattr(segments, "segment_bytes", watched)
+    assert pages_within(1 << 32, 256) > 1 << 23
+    assert counted < 1000
 
 
 def test_pages_larger_than_a_piece(tmp_path, pool):

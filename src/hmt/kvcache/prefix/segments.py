@@ -84,6 +84,14 @@ def segment_bytes(pages: int, page_bytes: int) -> int:
     return _header_bytes(pages) + pages * page_bytes
 
 
+def pages_within(nbytes: int, page_bytes: int) -> int:
+    """How many pages a file of at most so many bytes has."""
+    at_most = max(0, nbytes // (KEY_BYTES + 8 + page_bytes))
+    while at_most and segment_bytes(at_most, page_bytes) > nbytes:  # a header has an end, too
+        at_most -= 1
+    return at_most
+
+
 def read_name(name: str) -> tuple[int, str] | None:
     """Number of the first page in a segment's file, and its owner's tag; None for other files."""
     parts = _NAME.fullmatch(name)

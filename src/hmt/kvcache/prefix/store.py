@@ -28,6 +28,7 @@ from hmt.kvcache.prefix.segments import (
     owner_tag,
     page_keys,
     page_sums,
+    pages_within,
     read_header,
     read_name,
     root_key,
@@ -335,10 +336,7 @@ class PrefixStore:
         room = allowance(sizes, tag, self._capacity_bytes, self._capacity_bytes)
         room -= sum(segment.nbytes for segment in stays if segment.owner == tag)
         room = min(room, self._capacity_bytes - sum(segment.nbytes for segment in stays))
-        pages = max(0, room // self._page_bytes)
-        while pages and segment_bytes(pages, self._page_bytes) > room:
-            pages -= 1
-        return pages
+        return pages_within(room, self._page_bytes)
 
     def _make_room(self, nbytes: int, tag: str) -> None:
         """Delete files until `nbytes` more, of an owner, are within the bound."""
