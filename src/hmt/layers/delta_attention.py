@@ -1,5 +1,6 @@
 """The delta rule with a projection and a convolution for each of queries, keys and values."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache
+from hmt.contracts.store import KVCache, StateRun
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
@@ -46,9 +47,10 @@ class DeltaAttention:
     def state(self) -> LayerState:
         """What one layer keeps of a sequence."""
         heads = self.heads
+        matrix = heads.heads, heads.key_dim, heads.value_dim
         return (
-            StateTensor("matrix", (heads.heads, heads.key_dim, heads.value_dim)),
-            StateTensor("conv", (self.conv - 1, heads.width)),
+            StateTensor("matrix", matrix, inputs=heads.decays_width + heads.heads),
+            StateTensor("conv", (self.conv - 1, heads.width), inputs=heads.width),
         )
 
     @property
@@ -118,22 +120,24 @@ class DeltaAttention:
         """
         x = self.norm(hidden, params["norm"])
         state = kv.state(layer, step)
-        qkv = ops.causal_conv(
-            ops.linear_many(x, params, ("q_proj", "k_proj", "v_proj")),
-            params["conv"].data.squeeze(1),
-            state.tensors["conv"],
-            state.runs,
-        )
-        out = ops.gated_delta_rule(
-            qkv,
-            _through(x, params, "decays"),
-            project(x, params, "rate"),
-            params["decay_scale"].data.flatten(),
-            params["decay_bias"].data,
-            state.tensors["matrix"],
-            state.runs,
-            self.heads,
-        )
+
+        def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
+            qkv, decays, rate = inputs
+            taps = params["conv"].data.squeeze(1)
+            return ops.gated_delta_rule(
+                ops.causal_conv(qkv, taps, state.tensors["conv"], runs),
+                decays,
+                rate,
+                params["decay_scale"].data.flatten(),
+                params["decay_bias"].data,
+                state.tensors["matrix"],
+                runs,
+                self.heads,
+            )
+
+        qkv = ops.linear_many(x, params, ("q_proj", "k_proj", "v_proj"))
+        decays, rate = _through(x, params, "decays"), project(x, params, "rate")
+        out = state.advance((qkv, decays, rate), update)
         out = self.out_norm(out, params["out_norm"]).flatten(1)
         gate = _through(x, params, "gate")
         if self.activation == "sigmoid":

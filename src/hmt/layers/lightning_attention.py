@@ -1,5 +1,6 @@
 """Lightning attention: linear attention whose state decays by the same factor at each token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from hmt.contracts.blocks import ParamSpec
 from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache
+from hmt.contracts.store import KVCache, StateRun
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
@@ -32,7 +33,8 @@ class LightningAttention:
     @property
     def state(self) -> LayerState:
         """What one layer keeps of a sequence."""
-        return (StateTensor("matrix", (self.heads, self.head_dim, self.head_dim)),)
+        heads, dim = self.heads, self.head_dim
+        return (StateTensor("matrix", (heads, dim, dim), inputs=3 * heads * dim),)
 
     @property
     def activation_width(self) -> int:
@@ -61,11 +63,16 @@ class LightningAttention:
         """x [tokens, hidden_size] to [tokens, hidden_size].  Advances the layer's state in `kv`."""
         projected = project(x, params, "qkv_proj")
         activated = (projected.float() * ops.sigmoid(projected)).to(x.dtype)
-        query, key, value = activated.unflatten(1, (self.heads, -1)).split(self.head_dim, dim=2)
         state = kv.state(layer, step)
-        decay = self._decays_on(x.device)[layer].expand(len(x), -1)
-        matrices = state.tensors["matrix"]
-        out = ops.state_space_scan(value, key, query, decay, None, None, matrices, state.runs)
+        decays, matrices = self._decays_on(x.device)[layer], state.tensors["matrix"]
+
+        def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
+            heads = inputs[0].unflatten(1, (self.heads, -1))
+            query, key, value = heads.split(self.head_dim, dim=2)
+            decay = decays.expand(len(heads), -1)
+            return ops.state_space_scan(value, key, query, decay, None, None, matrices, runs)
+
+        out = state.advance((activated,), update)
         out = self._norm(out.flatten(1), params["out_norm"])
         return project(ops.sigmoid_gated(out, project(x, params, "gate")), params, "out_proj")
 

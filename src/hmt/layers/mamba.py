@@ -1,5 +1,6 @@
 """Mamba: a state space with a decay for each number of its state, behind a short convolution."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache
+from hmt.contracts.store import KVCache, StateRun
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
@@ -50,7 +51,7 @@ class Mamba:
         """What one layer keeps of a sequence."""
         return (
             StateTensor("numbers", (self.state_dim, self.inner)),
-            StateTensor("conv", (self.conv - 1, self.inner)),
+            StateTensor("conv", (self.conv - 1, self.inner), inputs=self.inner),
         )
 
     @property
@@ -98,22 +99,28 @@ class Mamba:
         state = kv.state(layer, step)
         bias = params["conv_bias"].data if self.conv_bias else None
         taps, tails = params["conv"].data.squeeze(1), state.tensors["conv"]
-        x = ops.causal_conv(x, taps, tails, state.runs, bias=bias)
-        made = project(x, params, "x_proj").split((self.rank, self.state_dim, self.state_dim), 1)
-        steps, keys, queries = (
-            self._normed(part, name, params) for part, name in zip(made, _NORMS, strict=True)
-        )
-        out = ops.selective_scan(
-            x,
-            project(steps, params, "dt_proj"),
-            params["step_bias"].data,
-            params["decay_scale"].data,
-            keys,
-            queries,
-            params["skip"].data,
-            state.tensors["numbers"],
-            state.runs,
-        )
+
+        def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
+            x = ops.causal_conv(inputs[0], taps, tails, runs, bias=bias)
+            made = project(x, params, "x_proj").split(
+                (self.rank, self.state_dim, self.state_dim), 1
+            )
+            steps, keys, queries = (
+                self._normed(part, name, params) for part, name in zip(made, _NORMS, strict=True)
+            )
+            return ops.selective_scan(
+                x,
+                project(steps, params, "dt_proj"),
+                params["step_bias"].data,
+                params["decay_scale"].data,
+                keys,
+                queries,
+                params["skip"].data,
+                state.tensors["numbers"],
+                runs,
+            )
+
+        out = state.advance((x,), update)
         return project(ops.gated(gate, out, "silu"), params, "out_proj")
 
     def _normed(self, x: Tensor, name: str, params: Params) -> Tensor:

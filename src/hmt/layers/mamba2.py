@@ -1,5 +1,6 @@
 """Mamba-2: a state space with one decay per head, behind a short convolution over time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache
+from hmt.contracts.store import KVCache, StateRun
 from hmt.kernels import ops
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.norm import RMSNorm
@@ -71,8 +72,8 @@ class Mamba2:
     def state(self) -> LayerState:
         """What one layer keeps of a sequence."""
         return (
-            StateTensor("matrix", (self.heads, self.state_dim, self.head_dim)),
-            StateTensor("conv", (self.conv - 1, self.conv_width)),
+            StateTensor("matrix", (self.heads, self.state_dim, self.head_dim), inputs=self.heads),
+            StateTensor("conv", (self.conv - 1, self.conv_width), inputs=self.conv_width),
         )
 
     @property
@@ -137,21 +138,27 @@ class Mamba2:
         state = kv.state(layer, step)
         bias = params["conv_bias"].data if self.conv_bias else None
         taps, tails = params["conv"].data.squeeze(1), state.tensors["conv"]
-        given = ops.causal_conv(given, taps, tails, state.runs, bias=bias)
-        taken, keys, queries = given.split((self.inner, self.keys_width, self.keys_width), dim=1)
-        lengths, decay = ops.time_steps(
-            raw, params["step_bias"].data, params["decay_scale"].data, *self.steps
-        )
-        out = ops.state_space_scan(
-            taken.unflatten(1, (self.heads, -1)),
-            keys.unflatten(1, (self.groups, -1)),
-            queries.unflatten(1, (self.groups, -1)),
-            decay,
-            lengths,
-            params["skip"].data,
-            state.tensors["matrix"],
-            state.runs,
-        )
+        parts = self.inner, self.keys_width, self.keys_width
+
+        def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
+            given, raw = inputs
+            given = ops.causal_conv(given, taps, tails, runs, bias=bias)
+            taken, keys, queries = given.split(parts, dim=1)
+            lengths, decay = ops.time_steps(
+                raw, params["step_bias"].data, params["decay_scale"].data, *self.steps
+            )
+            return ops.state_space_scan(
+                taken.unflatten(1, (self.heads, -1)),
+                keys.unflatten(1, (self.groups, -1)),
+                queries.unflatten(1, (self.groups, -1)),
+                decay,
+                lengths,
+                params["skip"].data,
+                state.tensors["matrix"],
+                runs,
+            )
+
+        out = state.advance((given, raw), update)
         return project(self._gated(out.flatten(1), gate, params), params, "out_proj")
 
     def _gated(self, out: Tensor, gate: Tensor, params: Params) -> Tensor:
