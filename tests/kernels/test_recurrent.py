@@ -1,7 +1,7 @@
 """Convolution over time and the gated delta rule: float64, transformers, and any division."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +12,8 @@ from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delt
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from hmt.contracts.store import StateRun
-from hmt.kernels import reference
 from hmt.kernels.backend_registry import Backend
 from hmt.kernels.cpu import extension
-from hmt.kernels.cpu.operations import CompiledOperations
 from hmt.kernels.reference import DeltaHeads
 
 # key heads, heads, key_dim, value_dim; decays by channel, their bound, the largest rate
@@ -25,19 +23,6 @@ NAN = float("nan")
 
 
 native = extension.load()
-
-
-@pytest.fixture(params=["plain torch", *(native.isas() if native else ())])
-def kernels(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Plain torch, and the extension on every instruction set."""
-    if request.param == "plain torch":
-        yield Backend("plain torch", reference, on_host=True)
-        return
-    assert native is not None
-    before = native.isa()
-    native.set_isa(request.param)
-    yield Backend("compiled", CompiledOperations(native), on_host=True)
-    native.set_isa(before)
 
 
 def inputs(sizes: tuple[Any, ...], tokens: int, dtype: torch.dtype) -> tuple[DeltaHeads, list[Any]]:

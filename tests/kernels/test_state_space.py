@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from state_space_inputs import inputs
 from torch import Tensor
 from torch.nn import functional
 from transformers.models.mamba import modeling_mamba
@@ -13,44 +14,14 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.minimax import modeling_minimax
 
 from hmt.contracts.store import StateRun
-from hmt.kernels import reference
 from hmt.kernels.backend_registry import Backend
 from hmt.kernels.cpu import extension
-from hmt.kernels.cpu.operations import CompiledOperations
 
 # groups, heads, state_dim, head_dim
 SIZES = [(1, 1, 5, 3), (2, 6, 8, 70), (3, 3, 300, 64), (2, 4, 130, 128), (1, 2, 33, 17)]
 NAN = float("nan")
 
 native = extension.load()
-
-
-@pytest.fixture(params=["plain torch", *(native.isas() if native else ())])
-def kernels(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Plain torch, and the extension on every instruction set."""
-    if request.param == "plain torch":
-        yield Backend("plain torch", reference, on_host=True)
-        return
-    assert native is not None
-    before = native.isa()
-    native.set_isa(request.param)
-    yield Backend("compiled", CompiledOperations(native), on_host=True)
-    native.set_isa(before)
-
-
-def inputs(sizes: tuple[int, ...], tokens: int, dtype: torch.dtype) -> list[Tensor]:
-    """x, keys, queries, as parts of one tensor; decay, step and skip."""
-    groups, heads, state_dim, head_dim = sizes
-    generator = torch.Generator().manual_seed(sum(sizes) + tokens)
-    widths = [heads * head_dim, groups * state_dim, groups * state_dim]
-    parts = torch.randn(tokens, sum(widths), generator=generator).to(dtype).split(widths, 1)
-    x, keys, queries = (
-        part.unflatten(1, (count, -1))
-        for part, count in zip(parts, (heads, groups, groups), strict=True)
-    )
-    decay = torch.rand(tokens, heads, generator=generator)
-    step = 2 * torch.rand(tokens, heads, generator=generator)
-    return [x, keys, queries, decay, step, torch.randn(heads, generator=generator)]
 
 
 def exact(numbers: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Slots of sequences, and spare ones: whoever needs one most has it, and nobody has another's."""
+"""Slots of sequences, and spare ones: given where they are needed most, and each to one holder."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,13 +73,13 @@ def test_slots_are_what_plain_counting_says(data: st.DataObject, count: int, spa
                 assert (int(slots.of(one)[0]), slots.other(one)) == (other, own)
         others = [slots._others[sequence] for sequence in slots._others]
         used = [int(slots.of(sequence)[0]) for sequence in slots.sequences] + others + copies.held
-        assert len(set(used)) == len(used) <= count + spare, "nobody has another's"
+        assert len(set(used)) == len(used) <= count + spare, "no slot has two holders"
         assert slots.sequences == running | waiting and slots._others.keys() <= running
         assert len(others) + len(copies.held) + len(slots._parked) + slots.spare_free == spare
 
 
 def test_a_sequence_that_waits_takes_what_is_needed_least() -> None:
-    """First a slot that nobody has, then one for a guess, then a copy."""
+    """First a slot that is free, then one for a guess, then a copy."""
     slots = SequenceSlots(3, 1, spare=3)
     copies = Copies(slots)
     for sequence in range(3):

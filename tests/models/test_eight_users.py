@@ -88,7 +88,7 @@ def test_a_short_soak(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def at_rest(model: LoadedModel) -> bool:
-    """Nobody has pages or slots but prefixes, and these have no more than belongs to them."""
+    """Only prefixes have pages or slots, and they have no more than belongs to them."""
     memory = model._core.memory
     kv, states = memory.kv.allocator, memory.kv.states
     held = 0 if states.checkpoints is None else states.checkpoints.kept

@@ -106,9 +106,9 @@ class Steps:
         text.at = position
 
 
-def undisturbed(steps: Steps, texts: list[list[int]]) -> list[dict[int, torch.Tensor]]:
+def undisturbed(steps: Steps, prompts: list[list[int]]) -> list[dict[int, torch.Tensor]]:
     found = []
-    for tokens in texts:
+    for tokens in prompts:
         text = steps.open(tokens)
         for start in range(0, 32, 16):
             steps.run([(text, 16, [])])
@@ -123,14 +123,14 @@ def undisturbed(steps: Steps, texts: list[list[int]]) -> list[dict[int, torch.Te
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
 def test_guesses_leave_nothing(name: str, way: str, folder_of: Callable[[str], Path]) -> None:
-    """Sequences that guess by turns or together, fork, wait, and go back by any number."""
+    """Sequences that guess one at a time or together, fork, wait, and go back by any number."""
     rng = random.Random(name)
     head = ids(40, 1)
-    texts = [head + ids(30, 2), head + ids(30, 3), ids(64, 4)]
+    prompts = [head + ids(30, 2), head + ids(30, 3), ids(64, 4)]
     with hmt.Engine(**OPTIONS | WAYS[way]) as engine:
         model = engine.load_model(folder_of(name))
         steps = Steps(model)
-        wanted = undisturbed(steps, texts)
+        wanted = undisturbed(steps, prompts)
 
         def guesses(text: Text, count: int) -> list[int]:
             """As many as are asked for, of which the first may be right."""
@@ -144,10 +144,10 @@ def test_guesses_leave_nothing(name: str, way: str, folder_of: Callable[[str], P
                 right += 1
             steps.rollback(text, before + 1 + rng.randint(0, right))
 
-        first = steps.open(texts[0])
+        first = steps.open(prompts[0])
         steps.run([(first, 16, [])])
         steps.run([(first, 16, [])])
-        running = [first, steps.open(texts[2])]
+        running = [first, steps.open(prompts[2])]
         forked = False
         while any(text.at < len(text.tokens) for text in running):
             some = [text for text in running if text.at < len(text.tokens) and rng.random() < 0.8]
@@ -164,7 +164,7 @@ def test_guesses_leave_nothing(name: str, way: str, folder_of: Callable[[str], P
                     settle(text, start, asked)
             if not forked and 34 <= first.at <= 40:
                 forked = True
-                running.append(steps.fork(first, texts[1]))
+                running.append(steps.fork(first, prompts[1]))
             for text in running[:1]:
                 if model._core.memory.kv.allocator.can_park() and rng.random() < 0.2:
                     steps.call(lambda text=text: steps.kv.park(text.sequence))

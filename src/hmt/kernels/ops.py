@@ -141,7 +141,7 @@ def feed_forward(
     backend = backend_of(hidden)
     if layer.is_usual and "gate_proj" in params:
         backend.feed_forward(hidden, x, params, layer)
-    else:  # for which no backend has a kernel of its own
+    else:  # for which no backend has a kernel
         reference.feed_forward(hidden, x, params, layer, backend)
 
 

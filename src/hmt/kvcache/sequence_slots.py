@@ -51,7 +51,7 @@ class SequenceSlots:
 
     @property
     def spare_free(self) -> int:
-        """Spare slots that nobody has."""
+        """Spare slots that are free."""
         return self._spare_free
 
     def of(self, sequence: int) -> Ints:

@@ -10,7 +10,15 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import import_utils
 
 from hmt.base.errors import CheckpointError
-from hmt.layers import Attention, GatedFFN, ResidualFFN, RMSNorm, Rotary, check_options
+from hmt.layers import (
+    Attention,
+    GatedFFN,
+    LatentAttention,
+    ResidualFFN,
+    RMSNorm,
+    Rotary,
+    check_options,
+)
 
 
 def _import_validators() -> None:
@@ -326,6 +334,25 @@ def attention(config: Config, turned_by: Rotary, **differences: Any) -> Attentio
         "scale": dim**-0.5,
     }
     return Attention(**(fields | differences))
+
+
+def latent_attention(
+    config: Config, turned_by: Rotary, scale: float, **differences: Any
+) -> LatentAttention:
+    """Attention over latent vectors as most configurations describe it, but for `differences`."""
+    return LatentAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.q_lora_rank,
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        turned_by,
+        scale,
+        bias=config.attention_bias,
+        **differences,
+    )
 
 
 def gated_ffn(config: Config, width: int | None = None, **differences: Any) -> GatedFFN:

@@ -26,6 +26,7 @@ from hmt.models.config import (
     Config,
     check_experts,
     gated_ffn,
+    latent_attention,
     norm,
     require,
     residual_ffn,
@@ -92,18 +93,8 @@ class DeepSeek(LatentDecoder):
         require(config, "moe_layer_freq", 1)
         require(config, "head_dim", config.qk_rope_head_dim)
         self.norm = norm(config)
-        self.attention = LatentAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.q_lora_rank,
-            config.kv_lora_rank,
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-            rotary(config),
-            latent_scale(config),
-            interleaved=interleaved,
-            bias=config.attention_bias,
+        self.attention = latent_attention(
+            config, rotary(config), latent_scale(config), interleaved=interleaved
         )
         self.ffn = residual_ffn(config, bias=mlp_bias)
         self.router = router

@@ -1,13 +1,15 @@
 """What hybrids share: attention in some layers, and a mixer with recurrent state in the others."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
-from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
+from hmt.contracts.model import KVLayer, LayerState
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import (
@@ -29,7 +31,7 @@ from hmt.layers import (
     routed_experts,
 )
 from hmt.models.config import Config
-from hmt.models.decoder import Decoder
+from hmt.models.decoder import Decoder, attention_block
 
 _MOST_TAPS = 64  # that the kernels hold; published models have 3 or 4
 
@@ -54,6 +56,19 @@ class Hybrid(Decoder):
         """The dense network of layer `index`."""
         return self.ffn
 
+    def mixer_block(self, index: int, recurrent: str) -> BlockSpec:
+        """Attention or what is recurrent, with the norm before it, as most checkpoints name them.
+
+        recurrent   what they call layer `index`'s mixer where it does not attend
+        """
+        at = f"model.layers.{index}."
+        if self.attends[index]:
+            mixer = self.attention.params(f"{at}self_attn.")
+        else:
+            mixer = self.recurrent.params(f"{at}{recurrent}.")
+        norm = self.norm.param("norm", f"{at}input_layernorm.weight")
+        return attention_block(index, norm, *mixer)
+
     def shared_expert(self, x: Tensor, params: Params) -> Tensor | None:
         """What an expert that all tokens share gives for x [tokens, hidden_size]; None without."""
         return None
@@ -77,6 +92,14 @@ class Hybrid(Decoder):
         if shared is None:
             return hidden + routed_experts(x, routing, index, self.expert, weights)
         return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
+
+
+def caches_by_layer(attends: Sequence[bool], kv: KVLayer, state: LayerState) -> dict[str, Any]:
+    """Decoder's `kv` and `state`: one where a layer `attends`, the other where it does not."""
+    return {
+        "kv": [kv if attending else None for attending in attends],
+        "state": [() if attending else state for attending in attends],
+    }
 
 
 def convolution_taps(config: Config, name: str) -> int:

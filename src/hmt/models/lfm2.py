@@ -16,7 +16,7 @@ from hmt.layers import (
 )
 from hmt.models.config import Config, check_experts, head_dim, layer_kinds, require, rotary
 from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
-from hmt.models.hybrid import Hybrid, convolution_taps, renamed
+from hmt.models.hybrid import Hybrid, caches_by_layer, convolution_taps, renamed
 
 _NAMES = ("w1", "w3", "w2")
 _RENAMED = {".q_norm.": ".q_layernorm.", ".k_norm.": ".k_layernorm.", ".o_proj.": ".out_proj."}
@@ -61,8 +61,7 @@ class ConvHybrid(Hybrid):
             dtype,
             norm=self.norm,
             norm_name="model.embedding_norm.weight",
-            kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.recurrent.state for attends in self.attends],
+            **caches_by_layer(self.attends, self.attention.kv, self.recurrent.state),
             activation_width=max(parts),
             router=router,
         )

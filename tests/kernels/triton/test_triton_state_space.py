@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from state_space_inputs import inputs
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,21 +22,6 @@ NAN = float("nan")
 SIZES = [(1, 1, 5, 3), (2, 4, 16, 8), (1, 2, 33, 17)]
 if torch.cuda.is_available():
     SIZES += [(1, 48, 128, 64), (8, 128, 256, 64), (2, 6, 300, 70), (3, 3, 600, 5)]
-
-
-def inputs(sizes: tuple[int, ...], tokens: int, dtype: torch.dtype) -> list[Any]:
-    """x, keys, queries, as parts of one tensor; decay, step and skip."""
-    groups, heads, state_dim, head_dim = sizes
-    generator = torch.Generator().manual_seed(sum(sizes) + tokens)
-    widths = [heads * head_dim, groups * state_dim, groups * state_dim]
-    parts = torch.randn(tokens, sum(widths), generator=generator).to(dtype).split(widths, 1)
-    x, keys, queries = (
-        part.unflatten(1, (count, -1))
-        for part, count in zip(parts, (heads, groups, groups), strict=True)
-    )
-    decay = torch.rand(tokens, heads, generator=generator)
-    step = 2 * torch.rand(tokens, heads, generator=generator)
-    return [x, keys, queries, decay, step, torch.randn(heads, generator=generator)]
 
 
 def on(device: torch.device, numbers: list[Any]) -> list[Any]:

@@ -17,7 +17,6 @@ from hmt.kernels import ops
 from hmt.layers import (
     BiasedSigmoidRouter,
     DeltaAttention,
-    LatentAttention,
     NoRotary,
     Params,
     Rotary,
@@ -26,6 +25,7 @@ from hmt.models.config import (
     Config,
     check_experts,
     gated_ffn,
+    latent_attention,
     layer_kinds,
     norm,
     require,
@@ -33,7 +33,7 @@ from hmt.models.config import (
 )
 from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
 from hmt.models.deepseek import LatentDecoder, prediction_layers
-from hmt.models.hybrid import convolution_taps, renamed
+from hmt.models.hybrid import caches_by_layer, convolution_taps, renamed
 
 # transformers writes networks under the other name, whichever they had.
 _NETWORKS = {".mlp.": ".block_sparse_moe."}
@@ -60,19 +60,8 @@ class LatentHybrid(LatentDecoder):
         """`rotary` to `gated` but `recurrent` are of latent attention; `options` are of Decoder."""
         require(config, "hidden_act", "silu")
         self.norm = norm(config)
-        self.attention = LatentAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            config.q_lora_rank,
-            config.kv_lora_rank,
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-            rotary,
-            scale,
-            interleaved=interleaved,
-            bias=config.attention_bias,
-            gated=gated,
+        self.attention = latent_attention(
+            config, rotary, scale, interleaved=interleaved, gated=gated
         )
         self.recurrent = recurrent
         kinds = layer_kinds(config, "full_attention", "linear_attention")
@@ -98,8 +87,7 @@ class LatentHybrid(LatentDecoder):
             config,
             dtype,
             norm=self.norm,
-            kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.recurrent.state for attends in self.attends],
+            **caches_by_layer(self.attends, self.attention.kv, self.recurrent.state),
             activation_width=max(part.activation_width for part in parts),
             piece_width=self.attention.piece_width,
             router=self.router,

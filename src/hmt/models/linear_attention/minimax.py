@@ -33,6 +33,7 @@ from hmt.models.config import (
     rotary,
 )
 from hmt.models.decoder import Decoder, attention_block, expert_block, router_block
+from hmt.models.hybrid import caches_by_layer
 
 _CONSTANTS = r"\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$"
 
@@ -73,8 +74,7 @@ class MiniMax(Decoder):
             config,
             dtype,
             norm=self.norm,
-            kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.lightning.state for attends in self.attends],
+            **caches_by_layer(self.attends, self.attention.kv, self.lightning.state),
             activation_width=3 * config.hidden_size + max(part.activation_width for part in parts),
             router=self.router,
             ignored=(_CONSTANTS,),

@@ -18,7 +18,7 @@ from hmt.models.config import (
     rotary,
 )
 from hmt.models.decoder import attention_block, ffn_block
-from hmt.models.hybrid import Hybrid, convolution_taps, renamed
+from hmt.models.hybrid import Hybrid, caches_by_layer, convolution_taps, renamed
 from hmt.models.linear_attention.qwen3_next import delta_heads
 
 _OUT_EPS = 1e-5  # of the norm of delta nets' results, whatever the configuration says
@@ -66,8 +66,7 @@ class OlmoHybrid(Hybrid):
             config,
             dtype,
             norm=self.norm,
-            kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.recurrent.state for attends in self.attends],
+            **caches_by_layer(self.attends, self.attention.kv, self.recurrent.state),
             activation_width=max(part.activation_width for part in parts),
         )
 

@@ -28,8 +28,8 @@ from hmt.models.config import (
     require,
     rotary,
 )
-from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
-from hmt.models.hybrid import Hybrid, convolution_taps
+from hmt.models.decoder import expert_block, ffn_block, router_block
+from hmt.models.hybrid import Hybrid, caches_by_layer, convolution_taps
 
 
 class DeltaHybrid(Hybrid):
@@ -91,8 +91,7 @@ class DeltaHybrid(Hybrid):
             config,
             dtype,
             norm=self.norm,
-            kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.recurrent.state for attends in self.attends],
+            **caches_by_layer(self.attends, self.attention.kv, self.recurrent.state),
             activation_width=max(widths),
             router=router,
             ignored=(r"^mtp\.",),
@@ -110,12 +109,7 @@ class DeltaHybrid(Hybrid):
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
         at = f"model.layers.{index}."
-        if self.attends[index]:
-            mixer = self.attention.params(f"{at}self_attn.")
-        else:
-            mixer = self.recurrent.params(f"{at}linear_attn.")
-        norm = self.norm.param("norm", f"{at}input_layernorm.weight")
-        yield attention_block(index, norm, *mixer)
+        yield self.mixer_block(index, "linear_attn")
         norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if not self.sparse[index]:
             yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}mlp."))

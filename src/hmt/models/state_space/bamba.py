@@ -8,8 +8,8 @@ from typing_extensions import override
 from hmt.contracts.blocks import BlockSpec
 from hmt.layers import Mamba2, ResidualFFN
 from hmt.models.config import Config, attention, gated_ffn, layer_kinds, norm, rotary
-from hmt.models.decoder import attention_block, ffn_block
-from hmt.models.hybrid import Hybrid
+from hmt.models.decoder import ffn_block
+from hmt.models.hybrid import Hybrid, caches_by_layer
 from hmt.models.state_space.sizes import mamba2
 
 
@@ -33,19 +33,13 @@ class Bamba(Hybrid):
             dtype,
             norm=self.norm,
             norm_name="model.final_layernorm.weight",
-            kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.recurrent.state for attends in self.attends],
+            **caches_by_layer(self.attends, self.attention.kv, self.recurrent.state),
             activation_width=max(part.activation_width for part in parts),
         )
 
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
         at = f"model.layers.{index}."
-        if self.attends[index]:
-            mixer = self.attention.params(f"{at}self_attn.")
-        else:
-            mixer = self.recurrent.params(f"{at}mamba.")
-        norm = self.norm.param("norm", f"{at}input_layernorm.weight")
-        yield attention_block(index, norm, *mixer)
+        yield self.mixer_block(index, "mamba")
         norm = self.norm.param("norm", f"{at}pre_ff_layernorm.weight")
         yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}feed_forward."))

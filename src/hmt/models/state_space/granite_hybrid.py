@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.blocks import BlockSpec, ParamSpec
+from hmt.contracts.model import LayerState
 from hmt.layers import (
     GatedFFN,
     Mamba2,
@@ -26,8 +27,8 @@ from hmt.models.config import (
     layer_kinds,
     rotary,
 )
-from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
-from hmt.models.hybrid import Hybrid
+from hmt.models.decoder import expert_block, ffn_block, router_block
+from hmt.models.hybrid import Hybrid, caches_by_layer
 from hmt.models.state_space.sizes import mamba2
 
 
@@ -68,8 +69,10 @@ class GraniteHybrid(Hybrid):
         kinds = layer_kinds(config, "full_attention", "linear_attention")
         self.attends = [kind == "full_attention" for kind in kinds]
         widths = [self.attention.activation_width]
-        if not all(self.attends):
+        state: LayerState = ()
+        if not all(self.attends):  # others have no sizes of state spaces
             self.recurrent = mamba2(config, self.norm, int(config.mamba_expand * hidden))
+            state = self.recurrent.state
             widths.append(self.recurrent.activation_width)
         act = activation(config)
         self.shared = GatedFFN(hidden, config.shared_intermediate_size, act, prefix="shared_")
@@ -87,8 +90,7 @@ class GraniteHybrid(Hybrid):
             config,
             dtype,
             norm=self.norm,
-            kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.recurrent.state for attends in self.attends],
+            **caches_by_layer(self.attends, self.attention.kv, state),
             activation_width=max(widths),
             router=self.router if experts else None,
             embedding_factor=float(config.embedding_multiplier) / factor,
@@ -98,12 +100,7 @@ class GraniteHybrid(Hybrid):
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
         at = f"model.layers.{index}."
-        if self.attends[index]:
-            mixer = self.attention.params(f"{at}self_attn.")
-        else:
-            mixer = self.recurrent.params(f"{at}mamba.")
-        norm = self.norm.param("norm", f"{at}input_layernorm.weight")
-        yield attention_block(index, norm, *mixer)
+        yield self.mixer_block(index, "mamba")
         norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if not self.sparse[index]:
             yield ffn_block(index, norm, *_network(self.ffn.ffn, f"{at}shared_mlp."))

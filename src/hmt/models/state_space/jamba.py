@@ -17,8 +17,8 @@ from hmt.models.config import (
     norm,
     require,
 )
-from hmt.models.decoder import attention_block, expert_block, ffn_block, router_block
-from hmt.models.hybrid import Hybrid, convolution_taps
+from hmt.models.decoder import expert_block, ffn_block, router_block
+from hmt.models.hybrid import Hybrid, caches_by_layer, convolution_taps
 
 
 class Jamba(Hybrid):
@@ -62,8 +62,7 @@ class Jamba(Hybrid):
             dtype,
             norm=self.norm,
             norm_name="model.final_layernorm.weight",
-            kv=[self.attention.kv if attends else None for attends in self.attends],
-            state=[() if attends else self.recurrent.state for attends in self.attends],
+            **caches_by_layer(self.attends, self.attention.kv, self.recurrent.state),
             activation_width=max(widths),
             router=self.router if any(self.sparse) else None,
         )
@@ -71,12 +70,7 @@ class Jamba(Hybrid):
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
         at = f"model.layers.{index}."
-        if self.attends[index]:
-            mixer = self.attention.params(f"{at}self_attn.")
-        else:
-            mixer = self.recurrent.params(f"{at}mamba.")
-        norm = self.norm.param("norm", f"{at}input_layernorm.weight")
-        yield attention_block(index, norm, *mixer)
+        yield self.mixer_block(index, "mamba")
         norm, at = self.norm.param("norm", f"{at}pre_ff_layernorm.weight"), f"{at}feed_forward."
         if not self.sparse[index]:
             yield ffn_block(index, norm, *self.ffn.ffn.params(at))

@@ -1,0 +1,25 @@
+"""What tests of kernels with recurrent state share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from hmt.kernels import reference
+from hmt.kernels.backend_registry import Backend
+from hmt.kernels.cpu import extension
+from hmt.kernels.cpu.operations import CompiledOperations
+
+native = extension.load()
+
+
+@pytest.fixture(params=["plain torch", *(native.isas() if native else ())])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Plain torch, and the extension on every instruction set."""
+    if request.param == "plain torch":
+        yield Backend("plain torch", reference, on_host=True)
+        return
+    assert native is not None
+    before = native.isa()
+    native.set_isa(request.param)
+    yield Backend("compiled", CompiledOperations(native), on_host=True)
+    native.set_isa(before)
