@@ -14,11 +14,14 @@ from pathlib import Path
 from hmt.contracts.blocks import TRUNK, BlockKind
 from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert
+from hmt.formats.gguf import FILE_TYPES
 from hmt.profiling.random_model import RandomShape, Shape
 from hmt.weights.checksum import checksum
 from hmt.weights.pack import MANIFEST, CopiedFile, Manifest, PackedBlock, encode, read_manifest
 from hmt_bench.four_bits import write_four_bit_model
+from hmt_bench.gguf_deepseek import GgufDeepSeek, kinds_of_layers
 from hmt_bench.random_deepseek import DeepSeekShape
+from hmt_bench.random_gguf import write_random_gguf
 
 _CONFIG = "config.json"
 _NARROW = 32
@@ -52,8 +55,12 @@ def write_tiled_deepseek(
     """A pack of `shape` in `folder`/pack; a layer's experts lie at a few places, too.
 
     Two models are written: one with a dense layer and one with experts, all of them as narrow as
-    may be, and one with a few experts as wide as they are.
+    may be, and one with a few experts as wide as they are.  With one of FILE_TYPES for the
+    `quantization` they are GGUF files, with a layer for each choice of types.
     """
+    if quantization in FILE_TYPES:
+        _write_gguf_deepseek(folder, shape, quantization, progress)
+        return
     width = shape.moe_intermediate_size
     narrow = replace(
         shape,
@@ -68,9 +75,43 @@ def write_tiled_deepseek(
     )  # fmt: skip
     _write(folder, narrow, quantization, progress)
     _write(folder / "experts", wide, quantization, progress)
-    _take_experts(folder / "pack", folder / "experts" / "pack", shape.experts)
+    _take_experts(folder / "pack", folder / "experts" / "pack", shape.experts, 1)
     dense = shape.dense_layers
     tile(folder / "pack", [0] * dense + [1] * (shape.layers - dense), shape)
+
+
+def _write_gguf_deepseek(
+    folder: Path, shape: DeepSeekShape, file_type: str, progress: Callable[[str], None]
+) -> None:
+    kinds = kinds_of_layers(shape, file_type)
+    written = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
+    dense = sum(layer < shape.dense_layers for layer in written)
+    width = shape.moe_intermediate_size
+    narrow = replace(
+        shape,
+        layers=len(written),
+        dense_layers=dense,
+        moe_intermediate_size=_NARROW,
+        shared_experts=shape.shared_experts * width // _NARROW,
+    )
+    wide = replace(
+        shape, layers=len(written) - dense, dense_layers=0, heads=1, q_rank=_NARROW,
+        vocab_size=None, experts=_WRITTEN_EXPERTS, experts_per_token=1, groups=1, kept_groups=1,
+    )  # fmt: skip
+    for place, some, stands_for in (
+        (folder, narrow, written),
+        (folder / "experts", wide, written[dense:]),
+    ):
+        progress("writing random blocks")
+        place.mkdir(parents=True, exist_ok=True)
+        file = place / "model.gguf"
+        write_random_gguf(file, GgufDeepSeek(some, file_type, tuple(stands_for), shape.layers))
+        progress("converting")
+        convert(file, place / "pack", EngineConfig.resolve())
+        file.unlink()
+    _take_experts(folder / "pack", folder / "experts" / "pack", shape.experts, dense)
+    first = {kinds[layer]: number for number, layer in enumerate(written)}
+    tile(folder / "pack", [first[kind] for kind in kinds], shape)
 
 
 def _write(
@@ -82,8 +123,10 @@ def _write(
     convert(folder / "checkpoint", folder / "pack", EngineConfig.resolve(quantization=quantization))
 
 
-def _take_experts(pack: Path, other: Path, count: int) -> None:
-    """Let the `count` experts of `pack` be those of `other`, by turns.
+def _take_experts(pack: Path, other: Path, count: int, dense: int) -> None:
+    """Let the `count` experts of each layer of `pack` be those of `other`, by turns.
+
+    dense   layers of `pack` before those with experts, which `other` lacks
 
     Moves `other`'s data into `pack`.
     """
@@ -92,17 +135,22 @@ def _take_experts(pack: Path, other: Path, count: int) -> None:
     for name, nbytes in source.files.items():
         shutil.move(other / name, pack / f"experts-{name}")
         files[f"experts-{name}"] = nbytes
-    given = [block for block in source.blocks if block.id.kind is BlockKind.EXPERT]
+    given: dict[int, list[PackedBlock]] = {}
+    for block in source.blocks:
+        if block.id.kind is BlockKind.EXPERT:
+            given.setdefault(block.id.layer + dense, []).append(block)
 
     def taken(block: PackedBlock) -> PackedBlock:
         if block.id.kind is not BlockKind.EXPERT:
             return block
-        instead = given[block.id.index % len(given)]
+        among = given[block.id.layer]
+        instead = among[block.id.index % len(among)]
         assert instead.extent is not None
         extent = replace(instead.extent, file=instead.extent.file + len(manifest.files))
         return replace(instead, id=block.id, extent=extent)
 
-    assert count == sum(block.id.kind is BlockKind.EXPERT for block in manifest.blocks)
+    experts = sum(block.id.kind is BlockKind.EXPERT for block in manifest.blocks)
+    assert experts == count * len(given)
     blocks = tuple(map(taken, manifest.blocks))
     (pack / MANIFEST).write_bytes(encode(replace(manifest, files=files, blocks=blocks)))
 

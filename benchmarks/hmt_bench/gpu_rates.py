@@ -13,10 +13,14 @@ from hmt.base.units import GIB, MIB
 from hmt.bench.ceilings import computing_with
 from hmt.bench.competitors import copy_of_weight, formats, random_weight
 from hmt.bench.gpu_kernels import device_read_rate
+from hmt.contracts.encoding import Activations
+from hmt.formats.gguf import FILE_TYPES
 from hmt.hardware.link_rates import Products
 from hmt.kernels.cpu.threads import usable_threads
 from hmt.memory import HostBuffer, cache_bytes
 from hmt.memory.device import Device, Link, link_rate, rates_at_once
+from hmt.quant import Format
+from hmt.quant.repacking import gguf_format
 
 _COPY_BYTES = 256 * MIB
 _ROUNDS = 3
@@ -48,10 +52,11 @@ class Rates:
 def measure_rates(device: Device, encoding: str) -> Rates:
     """Measure a CUDA `device` and this CPU with weights of `encoding` (3 s, 5 GB).
 
+    encoding   also one of FILE_TYPES: the type of most of its weights
+
     Raises ConfigError for an encoding without packed weights, MachineError for another device.
     """
-    if encoding not in formats():
-        raise ConfigError(f"no rates of {encoding}: choose one of {', '.join(formats())}")
+    form = _format(encoding)
     if device.where.type != "cuda":
         raise MachineError(f"{device.name} has no rates: give the number of a GPU (--gpu-id)")
     host = HostBuffer(_COPY_BYTES)
@@ -60,7 +65,7 @@ def measure_rates(device: Device, encoding: str) -> Rates:
     pinned = device.pin(host.tensor)
     try:
         with computing_with(usable_threads()):
-            link, read = Link(device, target, host.tensor), _products(encoding).compute
+            link, read = Link(device, target, host.tensor), _products(form).compute
             alone = [(link_rate(link, _ROUND_S), _alone(read)) for _ in range(_ROUNDS)]
             both = [rates_at_once(link, read, _ROUND_S) for _ in range(_ROUNDS)]
     finally:
@@ -78,9 +83,18 @@ def measure_rates(device: Device, encoding: str) -> Rates:
     )
 
 
-def _products(encoding: str) -> Products:
+def _format(encoding: str) -> Format:
+    if encoding in FILE_TYPES:
+        return gguf_format(FILE_TYPES[encoding].base).with_activations(Activations.INT8_TOKEN)
+    if encoding not in formats():
+        known = ", ".join([*formats(), *FILE_TYPES])
+        raise ConfigError(f"no rates of {encoding}: choose one of {known}")
+    return formats()[encoding]
+
+
+def _products(form: Format) -> Products:
     wanted = min(max(_LEAST_WEIGHTS_BYTES, 4 * cache_bytes()), _MOST_WEIGHTS_BYTES)
-    first = random_weight(formats()[encoding], (_ROWS, _COLUMNS))
+    first = random_weight(form, (_ROWS, _COLUMNS))
     return Products([first, *(copy_of_weight(first) for _ in range(wanted // first.nbytes))])
 
 

@@ -17,6 +17,7 @@ from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.encoding import BLOCK_SHAPES
 from hmt.formats.gguf import FILE_TYPES, FileType
 from hmt.profiling.random_model import Shape
+from hmt_bench.gguf_deepseek import GgufDeepSeek
 from hmt_bench.gguf_model import (
     GgufTensor,
     add_sizes,
@@ -31,6 +32,8 @@ from hmt_bench.random_hybrid import DeltaShape
 
 _PATTERN_BYTES = 1 << 21
 _DEVIATION = 0.02  # of the numbers: Llama's own initial one
+_NORMS = 0.1  # of those of vectors, around 1
+_ROUTER = _DEVIATION / _NORMS  # a router around 1 would give all experts a sigmoid of 0 or of 1
 
 # Where blocks hold f16 scales, of types of which BLOCK_SHAPES does not say it; else at byte 0.
 _SCALES: Mapping[str, tuple[int, ...]] = {
@@ -38,14 +41,16 @@ _SCALES: Mapping[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def write_random_gguf(path: Path, shape: Shape | DeltaShape, file_type: str | None = None) -> int:
+def write_random_gguf(
+    path: Path, shape: Shape | DeltaShape | GgufDeepSeek, file_type: str | None = None
+) -> int:
     """Write a random model of `shape`; the bytes of its tensors.
 
     file_type   one of FILE_TYPES; None: as `gguf_model` writes a checkpoint, in Q4_0 with the
-                embedding and the output layer in Q8_0
+                embedding and the output layer in Q8_0; GgufDeepSeek has its own
     """
     gguf = load_gguf()
-    if isinstance(shape, DeltaShape):
+    if isinstance(shape, DeltaShape | GgufDeepSeek):
         writer = gguf.GGUFWriter(path, shape.architecture)
         shape.add_sizes(writer)
         tokens, tensors = shape.tokens(), list(shape.tensors())
@@ -56,7 +61,7 @@ def write_random_gguf(path: Path, shape: Shape | DeltaShape, file_type: str | No
         tensors = gguf_tensors(_checkpoint(shape, tokens))
     with as_file(files("hmt") / "embedded" / "mini-dense") as embedded:
         add_tokenizer(writer, embedded, tokens)
-    if file_type is not None:
+    if file_type is not None and not isinstance(shape, GgufDeepSeek):
         tensors = list(_by_file_type(tensors, shape.layers, FILE_TYPES[file_type]))
     begin_file(writer, tensors)
     patterns = {kind: _pattern(gguf, kind) for kind in {tensor.kind for tensor in tensors}}
@@ -64,6 +69,10 @@ def write_random_gguf(path: Path, shape: Shape | DeltaShape, file_type: str | No
         numbers = np.resize(patterns[tensor.kind], tensor.nbytes)
         if tensor.name.endswith(".ssm_a"):  # -exp of what decays
             numbers = (-numbers.view(np.float32)).view(np.uint8)
+        elif tensor.name.endswith(".ffn_gate_inp.weight"):
+            numbers = ((numbers.view(np.float32) - 1) * _ROUTER).view(np.uint8)
+        elif tensor.name.endswith(".exp_probs_b.bias"):
+            numbers = np.zeros_like(numbers)
         writer.write_tensor_data(numbers)
     writer.close()
     return sum(tensor.nbytes for tensor in tensors)
@@ -102,8 +111,8 @@ def _scales_at(kind: str) -> tuple[int, ...]:
 def _pattern(gguf: Any, kind: str) -> np.ndarray[Any, Any]:
     """Whole blocks of a type with random codes, whose numbers deviate by _DEVIATION: uint8."""
     random = np.random.default_rng(0)
-    if kind == "F32":  # norms, and routers, whose choices need not mean anything
-        return random.normal(1.0, 0.1, _PATTERN_BYTES // 4).astype(np.float32).view(np.uint8)
+    if kind == "F32":  # norms
+        return random.normal(1.0, _NORMS, _PATTERN_BYTES // 4).astype(np.float32).view(np.uint8)
     number = gguf.GGMLQuantizationType[kind]
     size = block_of(kind)[1]
     blocks = random.integers(0, 256, (_PATTERN_BYTES // size, size), dtype=np.uint8)

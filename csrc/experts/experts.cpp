@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "experts/batch.h"
+#include "linear/block_shapes.h"
 
 namespace hmt {
 namespace {
@@ -66,7 +67,15 @@ void advance(const T*& memory, size_t bytes) {
 }
 
 // Lets a weight begin `blocks` of 32 columns, and as many groups as are in them, later in memory.
+// Of ggml's blocks they are whole ones.
 void skip_blocks(Weight& w, size_t blocks) {
+  if (w.packing == Packing::kBlocks) {
+    const BlockShape shape = block_shape(w.code);
+    const size_t own = blocks * kPanelBlock / shape.numbers;
+    advance(w.data, own * shape.words() * sizeof(uint32_t) * kPanelRows);
+    if (shape.takes_scale()) advance(w.scales, own * sizeof(uint16_t) * kPanelRows);
+    return;
+  }
   const size_t numbers = blocks * kPanelBlock / w.tile_columns * kPanelRows;
   advance(w.data, blocks * kPanelBlock * kPanelRows / 2);
   advance(w.scales, numbers * scale_bytes(w.scale_type));

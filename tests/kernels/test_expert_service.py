@@ -2,18 +2,25 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from encoded import random_weight
 
-from hmt.contracts.encoding import Activations, Encoding, WeightTensor
+from hmt.contracts.encoding import (
+    BLOCK_SHAPES,
+    PANEL_ROWS,
+    Activations,
+    Encoding,
+    WeightTensor,
+)
 from hmt.kernels import ops
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
-from hmt.quant import pack_codes, pack_groups
+from hmt.quant import Format, pack_codes, pack_groups
 
 NATIVE = extension.load()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="the extension was not built")
@@ -175,3 +182,68 @@ def test_an_expert_of_which_the_device_computes_a_part(activations, skipped) -> 
     given = [rests[EXPERTS + 2], whole[EXPERTS + 7]]
     wanted = ops.experts(x, given, chosen, scales, "silu", last=False)
     torch.testing.assert_close(boxes.total, wanted)
+
+
+@pytest.mark.parametrize("activations", [Activations.FLOAT, Activations.INT8_BLOCK])
+@pytest.mark.parametrize("down", [Encoding.IQ2_XXS, Encoding.Q2_K, Encoding.Q4_K, Encoding.Q8_0])
+def test_the_rest_of_an_expert_in_blocks(activations, down) -> None:
+    hidden, width, skipped = 256, 768, 256
+    own = Format(down).with_activations(activations).activations
+    shapes = {
+        "gate_proj": (width, hidden),
+        "up_proj": (width, hidden),
+        "down_proj": (HIDDEN, width),
+    }
+    whole = {
+        name: random_weight(
+            down if name == "down_proj" else Encoding.IQ2_XXS, *shape,
+            activations=own if name == "down_proj" else activations, seed=number,
+        )
+        for number, (name, shape) in enumerate(shapes.items())
+    }  # fmt: skip
+    rest = {name: behind(w, skipped, columns=name == "down_proj") for name, w in whole.items()}
+    boxes = Mail(1, hidden, HIDDEN)
+    boxes.x.copy_(torch.randn(1, hidden, generator=torch.Generator().manual_seed(4)))
+    boxes.chosen[:], boxes.scales[:] = torch.tensor([[0]]), 0.75
+    boxes.cut[:] = torch.tensor([0, skipped], dtype=torch.int32)
+    boxes.flags[0, 0] = 1
+    service = boxes.service_of([native_expert(NATIVE, 0, whole)])
+    complete, experts, _, _ = service.serve(1, 1, 2, 60.0)
+    assert complete and experts == 1
+    wanted = ops.experts(boxes.x, [(0, rest)], boxes.chosen, boxes.scales, "silu", last=False)
+    assert wanted.isfinite().all() and wanted.norm() > 0
+    torch.testing.assert_close(boxes.total, wanted)
+
+
+def behind(w: WeightTensor, skipped: int, *, columns: bool) -> WeightTensor:
+    """The weight without its first rows, or without its first columns."""
+    first = skipped // BLOCK_SHAPES[w.encoding].numbers if columns else skipped // PANEL_ROWS
+    rows, width = w.shape
+    shape = (rows, width - skipped) if columns else (rows - skipped, width)
+
+    def part(numbers: torch.Tensor | None) -> torch.Tensor | None:
+        if numbers is None:
+            return None
+        return (numbers[:, first:] if columns else numbers[first:]).contiguous()
+
+    data = part(w.data)
+    assert data is not None
+    return replace(w, shape=shape, data=data, scales=part(w.scales))
+
+
+class Mail:
+    """One layer's, of one expert for each token."""
+
+    def __init__(self, tokens: int, hidden: int, rows: int) -> None:
+        self.x = torch.zeros(tokens, hidden)
+        self.total = torch.full((tokens, rows), float("nan"))
+        self.chosen = torch.full((tokens, 1), -1)
+        self.scales = torch.zeros(tokens, 1)
+        self.flags = torch.zeros(2, 16, dtype=torch.int32)
+        self.cut = torch.full((2,), -1, dtype=torch.int32)
+
+    def service_of(self, experts: list[Any]) -> Any:
+        parts = (self.x, self.chosen, self.scales, self.total, *self.flags, self.cut)
+        layer = (experts, *(part.data_ptr() for part in parts))
+        sizes = self.x.shape[1], self.total.shape[1], 1, ACTIVATIONS["silu"]
+        return NATIVE.ExpertService((layer,), DTYPES[torch.float32], *sizes)  # type: ignore[union-attr]

@@ -20,7 +20,9 @@ def hybrid(
         int, typer.Option(min=2, help="Layers, the first of them dense; 61 take 380 GB of RAM.")
     ] = 13,
     memory: Annotated[str, typer.Option(help="Memory of the GPU to use.")] = "9GiB",
-    quant: Annotated[str, typer.Option(help="Encoding of the weights.")] = "w4a8:32",
+    quant: Annotated[
+        str, typer.Option(help="Encoding of the weights, or a type of GGUF files such as IQ2_XXS.")
+    ] = "w4a8:32",
     host_memory: Annotated[str, typer.Option(help="Host memory to use.")] = "100GiB",
     batches: Annotated[str, typer.Option(help="Sequences that decode together.")] = "1,4,16",
     contexts: Annotated[

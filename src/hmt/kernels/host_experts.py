@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hmt.contracts.encoding import Packing, WeightTensor
+from hmt.contracts.encoding import ACTIVATION_BLOCK, Packing, WeightTensor
 from hmt.kernels import ops
 from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kernels.cpu import extension
@@ -106,7 +106,8 @@ class HostExpertPlaces:
         """`total`, which is changed, and what experts add that have an address in `here`.
 
         f32 [tokens, hidden], in x.dtype with the `last`; int64 [experts].
-        cut     see `ExpertShares`, where there are `cuts`; its slots hold finite numbers everywhere
+        cut     see `ExpertShares`, where there are `cuts`; its slots hold finite numbers
+                everywhere, or ggml's blocks, of which kernels read only what was brought
         among   experts outside of it have no address; None: any may have one
         """
         if self._table is not None:
@@ -129,6 +130,7 @@ def scattered(given: Sequence[Expert], where: torch.device) -> Callable[..., Ten
 
 _COPIED = 16  # bytes, at once
 _CUT_ROWS = 128  # of a piece at least: groups of down, and what the CPU's tiles take
+_CUT_BLOCKS = ACTIVATION_BLOCK  # the same of ggml's blocks: products are rounded by as many
 
 
 def _cuts_of(sample: Mapping[str, WeightTensor], address: int) -> Cuts | None:
@@ -137,9 +139,15 @@ def _cuts_of(sample: Mapping[str, WeightTensor], address: int) -> Cuts | None:
     Not those with biases: down's would be added by both who compute a part.
     """
     up, down = sample["up_proj"], sample["down_proj"]
-    width, rows = up.shape[0], max(_CUT_ROWS, down.group_size)
-    panels = all(w.encoding.packing is Packing.PANELS for w in sample.values())
-    if not panels or width % rows or width // rows < 2 or rows % (down.group_size or 1):
+    packings = {w.encoding.packing for w in sample.values()}
+    if packings == {Packing.BLOCKS}:
+        rows = _CUT_BLOCKS
+    elif packings == {Packing.PANELS}:
+        rows = max(_CUT_ROWS, down.group_size)
+    else:
+        return None
+    width = up.shape[0]
+    if width % rows or width // rows < 2 or rows % (down.group_size or 1):
         return None
     regions = []
     for name in ("gate_proj", "up_proj", "down_proj"):

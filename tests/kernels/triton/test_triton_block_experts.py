@@ -123,3 +123,63 @@ def test_experts_of_one_block_of_memory_each(device, monkeypatch):
         assert apart is not None
         same = moe_dispatch.experts_by_table(x, apart, chosen, scales, "silu")
         assert torch.equal(found, same)
+
+
+CUT_WIDTH = 768  # three blocks of 256
+
+
+@pytest.mark.parametrize("stale", [0, 255])  # zeros, and scales that are NaN
+@pytest.mark.parametrize(
+    "down", [Encoding.IQ2_XXS, Encoding.Q2_K, Encoding.IQ4_NL, Encoding.Q8_0], ids=str
+)
+def test_what_of_an_expert_is_brought_is_all_that_is_read(device, down, stale):
+    """Two parts, each alone in memory that holds anything else, add up to the whole expert."""
+    form = {"device": device, "activations": FLOAT}
+    expert = {
+        "gate_proj": random_blocks(Encoding.IQ2_XXS, CUT_WIDTH, HIDDEN, seed=1, **form),
+        "up_proj": random_blocks(Encoding.IQ2_XXS, CUT_WIDTH, HIDDEN, seed=2, **form),
+        "down_proj": random_blocks(down, 19, CUT_WIDTH, seed=3, **form),
+    }
+    for kept in (256, 512):
+        own = {name: first_of(w, kept, name == "down_proj") for name, w in expert.items()}
+        held = {
+            name: overwritten(w, kept, stale, name == "down_proj") for name, w in expert.items()
+        }
+        x, _, _ = routed(1, device)
+        chosen = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        scales = torch.full((1, 1), 0.75, device=device)
+        cut = torch.tensor([0, kept], dtype=torch.int32, device=device)
+        table = make_table([(0, held)], 1, device)
+        assert table is not None
+        found = moe_dispatch.experts_by_table(x, table, chosen, scales, "silu", cut=cut)
+        moved = [one.cpu() for one in (chosen, scales)]
+        expected = reference.experts(x.cpu(), on_cpu([(0, own)]), *moved, "silu")
+        assert (found.cpu() - expected).norm() < 1e-5 * expected.norm()
+
+
+def first_of(w, count, columns):
+    """The first inner numbers by themselves."""
+
+    def part(whole):
+        if whole is None:
+            return None
+        along = int(columns)
+        return whole.narrow(along, 0, whole.shape[along] * count // CUT_WIDTH).contiguous()
+
+    shape = (w.shape[0], count) if columns else (count, w.shape[1])
+    return replace(w, shape=shape, data=part(w.data), scales=part(w.scales))
+
+
+def overwritten(w, count, byte, columns):
+    """The same with other bytes behind the first inner numbers."""
+
+    def part(whole):
+        if whole is None:
+            return None
+        copy, along = whole.clone(), int(columns)
+        begin = copy.shape[along] * count // CUT_WIDTH
+        behind = copy.narrow(along, begin, copy.shape[along] - begin)
+        behind.copy_(torch.full_like(behind.contiguous().view(torch.uint8), byte).view(copy.dtype))
+        return copy
+
+    return replace(w, data=part(w.data), scales=part(w.scales))

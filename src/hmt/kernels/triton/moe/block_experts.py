@@ -30,12 +30,19 @@ _WARPS = 16  # at most
 
 
 def gate_up_in_blocks(
-    h: Tensor, x: Tensor, table: ExpertTable, slots: Tensor, activation: str, top: int
+    h: Tensor,
+    x: Tensor,
+    table: ExpertTable,
+    slots: Tensor,
+    cut: Tensor | None,
+    activation: str,
+    top: int,
 ) -> None:
     """activation(gate(x)) * up(x) of each slot's expert, to h [slots, width].
 
     x       [tokens, hidden], `top` slots for each
     slots   int64: experts; of those that are not here nothing is written
+    cut     see `ExpertShares`: zeros behind the first rows of that expert
     """
     matrix = table.gate
     width, hidden = matrix.shape
@@ -43,7 +50,7 @@ def gate_up_in_blocks(
     tokens = block_tokens(x, rounded=rounds)
     blocks, warps = sizes_of(matrix.encoding, hidden)
     _gate_up_kernel[(triton.cdiv(width, 16), slots.numel())](
-        table.addresses, table.part_stride, table.experts, slots,
+        table.addresses, table.part_stride, table.experts, slots, cut,
         tokens.numbers.view(torch.int32) if rounds else x, tokens.scales, tokens.sums,
         block_grid(matrix.encoding, x.device), h, width,
         hidden // BLOCK_SHAPES[matrix.encoding].numbers, triton.cdiv(hidden, ACTIVATION_BLOCK),
@@ -61,6 +68,7 @@ def down_in_blocks(
     table: ExpertTable,
     slots: Tensor,
     slot_scales: Tensor,
+    cut: Tensor | None,
     *,
     add: bool,
     keep: bool,
@@ -69,7 +77,8 @@ def down_in_blocks(
     """The down projections of h [slots, width], scaled and added by token.
 
     Slots of a token are in ascending order of experts.  The sum begins at `total` f32 where it is
-    to `add`, and is written there to `keep` it, and to `out` if it is the `last`.
+    to `add`, and is written there to `keep` it, and to `out` if it is the `last`.  Of the expert
+    that is `cut`, only the first columns are read: behind them lies what was there before.
     """
     matrix = table.down
     hidden, width = matrix.shape
@@ -80,7 +89,7 @@ def down_in_blocks(
     pairs = _LANES // lanes_of(matrix.encoding, blocks)
     pairs = max(1, min(_PAIRS, pairs, triton.next_power_of_2(top)))
     _down_kernel[(triton.cdiv(hidden, 16), tokens)](
-        table.addresses, table.part_stride, table.experts, slots, slot_scales,
+        table.addresses, table.part_stride, table.experts, slots, slot_scales, cut,
         vectors.numbers.view(torch.int32) if rounds else h, vectors.scales, vectors.sums,
         block_grid(matrix.encoding, h.device), total, out, hidden,
         width // BLOCK_SHAPES[matrix.encoding].numbers, triton.cdiv(width, ACTIVATION_BLOCK),
@@ -106,6 +115,7 @@ def _several_dots(
     """Sixteen rows of several matrices times one vector each: f32 [MATRICES, 16].
 
     data, scales          int64 addresses of the rows [MATRICES * lanes, 1]
+    blocks                of a row, of all or [MATRICES * lanes, 1]
     x, x_scales, x_sums   pointers, of all or [MATRICES * lanes, 1]
     """
     LANES: tl.constexpr = BLOCKS * (8 if SMALL else 4)
@@ -123,8 +133,8 @@ def _several_dots(
 
 @triton.jit
 def _gate_up_kernel(
-    table, part_stride, experts, slots, x, x_scales, x_sums, grid, h, rows, blocks, wides, x_row,
-    gate_data, gate_scales, gate_extra, gate_factor, gate_bias,
+    table, part_stride, experts, slots, cut, x, x_scales, x_sums, grid, h, rows, blocks, wides,
+    x_row, gate_data, gate_scales, gate_extra, gate_factor, gate_bias,
     up_data, up_scales, up_extra, up_factor, up_bias,
     KIND: tl.constexpr, WORDS: tl.constexpr, SMALL: tl.constexpr, STRIDED: tl.constexpr,
     OFFSET: tl.constexpr, LEAST: tl.constexpr, APART: tl.constexpr, ASM: tl.constexpr,
@@ -138,7 +148,16 @@ def _gate_up_kernel(
     expert = tl.load(slots + slot)
     known = (expert >= 0) & (expert < experts)
     address = tl.load(table + tl.where(known, expert, 0))
-    if known & (address != 0):
+    here = known & (address != 0)
+    if cut is not None:
+        limit = tl.where(expert == tl.load(cut), tl.load(cut + 1), rows)
+        begins = tl.program_id(0) * 16
+        if here & (begins >= limit):
+            row = begins + tl.arange(0, 16)
+            nothing = tl.zeros((16,), h.dtype.element_ty)
+            tl.store(h + slot * rows + row, nothing, mask=row < rows)
+        here &= begins < limit
+    if here:
         LANES: tl.constexpr = BLOCKS * (8 if SMALL else 4)
         panel = tl.program_id(0).to(tl.int64)
         is_up = tl.arange(0, 2 * LANES)[:, None] >= LANES
@@ -174,8 +193,8 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    table, part_stride, experts, slots, slot_scales, x, x_scales, x_sums, grid, total, out, rows,
-    blocks, wides, x_row, at_data, at_scales, at_extra, at_factor, at_bias,
+    table, part_stride, experts, slots, slot_scales, cut, x, x_scales, x_sums, grid, total, out,
+    rows, blocks, wides, x_row, at_data, at_scales, at_extra, at_factor, at_bias,
     KIND: tl.constexpr, WORDS: tl.constexpr, SMALL: tl.constexpr, STRIDED: tl.constexpr,
     OFFSET: tl.constexpr, LEAST: tl.constexpr, APART: tl.constexpr, ASM: tl.constexpr,
     TOP: tl.constexpr, PAIRS: tl.constexpr, RESULT: tl.constexpr, ADD: tl.constexpr,
@@ -204,7 +223,12 @@ def _down_kernel(
         if tl.max(tl.max(first, axis=0), axis=0) != 0:
             # Those that are not here are computed with one that is, and not added.
             some = tl.max(tl.where(here, expert, -1), axis=0, keep_dims=True)
-            its = table + tl.where(here, expert, some) + DOWN * part_stride
+            used = tl.where(here, expert, some)
+            its = table + used + DOWN * part_stride
+            its_blocks = blocks
+            if cut is not None:
+                brought = tl.load(cut + 1) // (32 if SMALL else 256)
+                its_blocks = tl.where(used == tl.load(cut), brought, blocks)
             data = tl.load(its) + at_data + panel * blocks * (WORDS * 64)
             scales = data
             if APART:
@@ -216,7 +240,7 @@ def _down_kernel(
             else:
                 its_x, its_scales, its_sums = x + slot * x_row, x_scales, x_sums
             result = _several_dots(
-                data, scales, grid, its_x, its_scales, its_sums, blocks, wides,
+                data, scales, grid, its_x, its_scales, its_sums, its_blocks, wides,
                 KIND, WORDS, SMALL, STRIDED, OFFSET, LEAST, APART, ASM, ROUNDED, BLOCKS, PAIRS,
             )  # fmt: skip
             pair = start + tl.arange(0, PAIRS)[:, None]

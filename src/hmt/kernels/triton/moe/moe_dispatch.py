@@ -58,8 +58,7 @@ def experts_by_table(
     """
     chosen, scales = chosen.contiguous(), scales.contiguous()
     if table.gate.in_blocks or table.down.in_blocks:
-        assert cut is None, "experts in blocks are not cut"
-        return _experts_in_blocks(x, table, chosen, scales, activation, total, last, among)
+        return _experts_in_blocks(x, table, chosen, scales, activation, total, last, cut, among)
     several = takes_experts(x, table, activation)
     tokens, top = chosen.shape
     if cut is not None or _are_few(table, tokens, top, several):
@@ -75,12 +74,13 @@ def _experts_in_blocks(
     activation: str,
     total: Tensor | None,
     last: bool,
+    cut: Tensor | None,
     among: range | None,
 ) -> Tensor:
     """`experts_by_table` where gate and up, or down, or all are in ggml's blocks."""
     tokens, top = chosen.shape
-    if tokens * top <= _PAIRS_OF_BLOCKS * _distinct(table, tokens, top):
-        return experts_by_pairs(x, table, chosen, scales, activation, total, last)
+    if cut is not None or tokens * top <= _PAIRS_OF_BLOCKS * _distinct(table, tokens, top):
+        return experts_by_pairs(x, table, chosen, scales, activation, total, last, cut)
     groups = (
         (some, last and are_last) for some, are_last in unpacked_groups(table, x.dtype, among)
     )

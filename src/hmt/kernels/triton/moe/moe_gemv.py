@@ -207,7 +207,7 @@ def experts_by_pairs(
     on_the_spot = wanted > 1 and not table.gate.in_blocks
     h = empty_vectors(tokens * top, width, wanted if on_the_spot else 0, x)
     if table.gate.in_blocks:
-        gate_up_in_blocks(h.numbers, inputs.numbers, table, slots, activation, top)
+        gate_up_in_blocks(h.numbers, inputs.numbers, table, slots, cut, activation, top)
     else:
         gate = matrix_form(table.gate)
         _launch_gate_up(x, table, gate, inputs, slots, cut, h, activation, top)
@@ -220,8 +220,9 @@ def experts_by_pairs(
     keep = not (fresh and last)
     if table.down.in_blocks:
         down_in_blocks(
-            out, whole, h.numbers, table, slots, slot_scales, add=not fresh, keep=keep, last=last
-        )
+            out, whole, h.numbers, table, slots, slot_scales, cut, add=not fresh, keep=keep,
+            last=last,
+        )  # fmt: skip
         return out
     panels = triton.cdiv(hidden, 16)
     down = matrix_form(table.down)
