@@ -100,7 +100,8 @@ _MOST = {"num_hidden_layers": 1 << 13, "vocab_size": 1 << 26, "max_position_embe
 _MOST |= {"sliding_window": 1 << 40}
 _MOST_ELSE = 1 << 22
 _MOST_BLOCKS = 1 << 20
-_MAY_BE_NONE = ("num_experts_per_tok", "num_local_experts")  # as in a Granite without experts
+# As in a Granite without experts, or without one that all tokens go to.
+_MAY_BE_NONE = ("num_experts_per_tok", "num_local_experts", "shared_intermediate_size")
 _NO_POSITIONS = 1 << 20  # what GGUF files of such models say
 
 
