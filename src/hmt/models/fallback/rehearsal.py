@@ -20,7 +20,7 @@ from hmt.models.config import Config
 from hmt.models.fallback import key_map, module_tree
 from hmt.models.fallback.blocks import Parts
 from hmt.models.fallback.call_context import CallContext, in_context
-from hmt.models.fallback.features import not_followed
+from hmt.models.fallback.features import encoder, not_followed
 from hmt.models.fallback.lengths import border_in, by_length, check_share
 from hmt.models.fallback.sequence_cache import RowSlot, SequenceCache, StageSlots, StateSlot
 from hmt.models.fallback.sizes import ignored_names
@@ -99,7 +99,8 @@ def _rehearse(tree: WholeTree, architecture: str) -> tuple[Sight, tuple[StageSlo
     if not sight.layers:
         raise module_tree.refused(architecture, "its layers are in no list")
     if _differ(whole[:, :-1], early):
-        raise module_tree.refused(architecture, "its tokens see those behind them")
+        why = encoder(tree.model.config) or "its tokens see those behind them"
+        raise module_tree.refused(architecture, why)
     slots = tuple(StageSlots(*seen[stage]) for stage in range(len(sight.layers)))
     if not any(each.rows or each.states for each in slots):
         raise module_tree.refused(
