@@ -67,6 +67,8 @@ def split_blocks(tree: Tree, architecture: str) -> Parts:
 def find_head(model: Any, architecture: str) -> tuple[LeasedHead, str]:
     """What takes the place of the output layer, and where.  Raises UnknownArchitectureError."""
     output = model.get_output_embeddings()
+    if output is None:
+        raise refused(architecture, "it has no output layer")
     if type(output) is not nn.Linear:
         raise refused(architecture, f"its output layer is a {type(output).__name__}")
     path, *others = [name for name, module in model.named_modules() if module is output]
