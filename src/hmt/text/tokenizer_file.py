@@ -57,7 +57,8 @@ class TokenizerFile:
             if older is None:
                 raise MissingFileError(
                     f"{file} is missing, and so are tokenizer.model, tekken.json and tiktoken's "
-                    "files: download the checkpoint's tokenizer"
+                    "files: download it, or make it from the checkpoint's own tokenizer files with "
+                    "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
                 )
             file, data = older
         content = parse_object(file, data)
