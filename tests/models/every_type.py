@@ -1,5 +1,7 @@
 """A small configuration of every type that transformers calls a causal language model.
 
+And of every type of images and text, whose text part is compared.
+
 Each is made of the type's own defaults: fields that are sizes become small, and what else its code
 needs to be built is written down below.
 """
@@ -18,13 +20,17 @@ from typing import Any
 import torch
 import transformers
 from plain_memory import published, random_reference
-from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 import hmt
 from hmt.base.errors import HMTError
 from hmt.models import open_model
-from hmt.models.registry import supported_architectures
+from hmt.models.fallback.sizes import REMARK
 
 TOKENS, STEPS, CHUNK = 27, 3, 8
 LAYERS = 4
@@ -44,7 +50,7 @@ _SMALL: dict[str, int] = {
     "num_kv_heads": 2, "head_dim": 16, "global_head_dim": 16, "attention_head_size": 16,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
     "v_head_dim": 12, "qk_head_dim": 16, "o_lora_rank": 16, "index_head_dim": 16,
-    "index_n_heads": 2, "index_topk": 8,
+    "index_n_heads": 16, "index_topk": 8,
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "moe_num_experts": 8,
     "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_k": 2, "moe_topk": 2, "top_k": 2,
     "top_k_experts": 2, "moe_intermediate_size": 32, "expert_intermediate_size": 32,
@@ -73,16 +79,17 @@ _MORE: dict[str, dict[str, Any]] = {
     "granite_swa": {"sliding_window": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "laguna": {"num_attention_heads_per_layer": [4] * LAYERS},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "mamba2": {"num_heads": 8, "head_dim": 16, "expand": 2},
+    "longcat_flash": {"head_dim": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "reformer": {"is_decoder": True},
 }  # fmt: skip
 # Of a type that publishes models of several kinds, one that its defaults are not.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "electra, is_decoder": ("electra", {"is_decoder": True}),
     "gemma4_text, large": (
         "gemma4_text",
         {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
@@ -93,16 +100,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": True,
          "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
     ),
-    "rembert, is_decoder": ("rembert", {"is_decoder": True}),
 }  # fmt: skip
+# Encoders, which are causal language models where their configuration says so.
+VARIANTS |= {
+    f"{name}, is_decoder": (name, {"is_decoder": True})
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if name in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    and getattr(CONFIG_MAPPING[name](), "is_decoder", True) is False
+}
+_IMAGES = ", text part"
+_AXES = ("vl", "glm", "omni", "ocr")  # in names of types that turn heads by three positions
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of a type.
 
-    kind   "family" and "equal" compute transformers' logits; "refused" was refused beforehand, with
-           `reason`; "wrong", "died" and "unbuilt" should not be
+    kind   "family" and "equal" compute transformers' logits, by a family of HMT's own or by
+           transformers' modules; "refused" was refused beforehand, with `reason`; "unbuilt" is not
+           built so small by transformers; "wrong" and "died" should not be
     """
 
     model_type: str
@@ -112,13 +128,26 @@ class Outcome:
 
 
 def types() -> tuple[str, ...]:
-    """model_type of every causal language model of transformers, and variants of some."""
-    return (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS)
+    """model_type of every causal language model of transformers, and variants of some.
+
+    And every model of images and text, as `TYPE, text part`.
+    """
+    images = (f"{name}{_IMAGES}" for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS, *images)
+
+
+def _of(name: str) -> tuple[str, str]:
+    """model_type and architecture."""
+    if name.endswith(_IMAGES):
+        model_type = name.removesuffix(_IMAGES)
+        return model_type, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]
+    model_type = VARIANTS.get(name, (name,))[0]
+    return model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
 
 
 def config_of(name: str) -> Any:
     """A small configuration."""
-    model_type, variant = VARIANTS.get(name, (name, {}))
+    model_type, variant = VARIANTS.get(name, (_of(name)[0], {}))
     kind, more = CONFIG_MAPPING[model_type], _MORE.get(model_type, {}) | variant
     fields = _small(kind()) | more
     if model_type == "prophetnet":
@@ -145,6 +174,11 @@ def _small(base: Any) -> dict[str, Any]:
     for name, token in _IDS.items():
         if isinstance(_field(base, name), int):
             fields[name] = token
+    rotary = _field(base, "rope_parameters")
+    if isinstance(rotary, dict) and any(each in base.model_type for each in _AXES):
+        turned = int(16 * (rotary.get("partial_rotary_factor") or 1)) // 2
+        sections = [turned - turned // 4 * 2, turned // 4, turned // 4]
+        fields["rope_parameters"] = rotary | {"mrope_section": sections}
     if "qk_rope_head_dim" in fields:
         fields.pop("head_dim", None)  # is what is rotated
     if "qk_rope_head_dim" in fields and "num_key_value_heads" in fields:
@@ -161,17 +195,23 @@ def _field(base: Any, name: str) -> Any:
 
 @torch.inference_mode()
 def _logits(reference: Any, tokens: list[int]) -> torch.Tensor:
-    logits: torch.Tensor = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+    ids = torch.tensor([tokens])
+    try:
+        logits: torch.Tensor = reference(ids, use_cache=False).logits[0]
+    except AttributeError:  # of a version that asks itself for images that nobody gave
+        logits = reference.language_model(ids, use_cache=False).logits[0]
     return logits.float()
 
 
 def outcome_of(model_type: str, folder: Path) -> Outcome:
     """Build it, and run it beside transformers: in chunks, then token by token, and answering."""
     torch.set_num_threads(1)
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[VARIANTS.get(model_type, (model_type,))[0]]
+    name = _of(model_type)[1]
     transformers.logging.set_verbosity_error()
     try:
-        reference = random_reference(config_of(model_type), seed=7)
+        images = model_type.endswith(_IMAGES)
+        kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
+        reference = random_reference(config_of(model_type), 7, kind)
         rng = random.Random(7)
         tokens = [rng.randrange(8, 250) for _ in range(TOKENS)]
         published(reference, folder)
@@ -188,6 +228,7 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
             return Outcome(model_type, name, "refused", said)
         except Exception as error:
             return Outcome(model_type, name, "died", repr(error)[:300])
+        by_modules = any(REMARK in note for note in model.summary().notes)
         try:
             found = model.logits(tokens, range(TOKENS), prefill=TOKENS - STEPS)
             prompts = [tokens[:11], tokens]
@@ -204,14 +245,14 @@ def outcome_of(model_type: str, folder: Path) -> Outcome:
     firsts = [int(_logits(reference, prompt)[-1].argmax()) for prompt in prompts]
     if not apart <= allowed or [answer[0] for answer in answers] != firsts:
         return Outcome(model_type, name, "wrong", f"{apart:.1e} apart, {allowed:.1e} allowed")
-    return Outcome(model_type, name, "family" if name in supported_architectures() else "equal")
+    return Outcome(model_type, name, "equal" if by_modules else "family")
 
 
 def _of_defaults(model_type: str, name: str, error: Exception) -> Outcome:
     """What becomes of a type's own defaults, where it is not built so small."""
     try:
-        config = CONFIG_MAPPING[VARIANTS.get(model_type, (model_type,))[0]]().to_dict()
-        config |= {"model_type": model_type, "architectures": [name]}
+        config = CONFIG_MAPPING[_of(model_type)[0]]().to_dict()
+        config |= {"model_type": _of(model_type)[0], "architectures": [name]}
         open_model(config, Path("defaults"), torch.float32)
     except HMTError as refusal:
         return Outcome(model_type, name, "refused", str(refusal).split("config.json: ")[-1])
@@ -232,34 +273,57 @@ def _own_difference(reference: Any, tokens: list[int], wanted: torch.Tensor) -> 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """What became of each type, in Markdown."""
-    families = ", ".join(o.model_type for o in outcomes if o.kind == "family")
-    equal = by_initial(o.model_type for o in outcomes if o.kind == "equal")
+    texts = [o for o in outcomes if not o.model_type.endswith(_IMAGES)]
+    parts = [o for o in outcomes if o.model_type.endswith(_IMAGES)]
+    kinds: dict[str, set[str]] = {}
+    for outcome in texts:
+        kinds.setdefault(_of(outcome.model_type)[0], set()).add(outcome.kind)
+    run = sum(not found.isdisjoint({"family", "equal"}) for found in kinds.values())
+    some = sum(o.kind in ("family", "equal") for o in parts)
+    return "\n".join(
+        [
+            f"With transformers {transformers.__version__}, by `model_type`. {run} of {len(kinds)} "
+            f"causal types run, and the text part of {some} of {len(parts)} types of images and "
+            "text.",
+            "",
+            "## Causal language models",
+            "",
+            *_section(texts),
+            "## Text parts of models of images and text",
+            "",
+            *_section(parts),
+        ]
+    )
+
+
+def _section(outcomes: Sequence[Outcome]) -> list[str]:
+    def named(kind: str) -> list[str]:
+        return by_initial(o.model_type.removesuffix(_IMAGES) for o in outcomes if o.kind == kind)
+
+    counts = Counter(outcome.kind for outcome in outcomes)
     rows = [
-        f"| {o.model_type} | {o.architecture} | {_clause(o)} |"
+        f"| {o.model_type.removesuffix(_IMAGES)} | {o.architecture} | {_clause(o)} |"
         for o in outcomes
         if o.kind not in ("family", "equal")
     ]
-    counts = Counter(outcome.kind for outcome in outcomes)
-    return "\n".join(
-        [
-            f"With transformers {transformers.__version__}, by `model_type`.",
-            "",
-            f"**Families that HMT implements** ({counts['family']}): {families}.",
-            "",
-            f"**Equal to transformers** ({counts['equal']}):",
-            "",
-            *equal,
-            "",
-            f"**Refused before anything is loaded** ({counts['refused']}), and not tried "
-            f"({counts['unbuilt']}), because transformers does not build one so small or lacks a "
-            "library:",
-            "",
-            "| type | architecture | what it has, or why it was not tried |",
-            "|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    return [
+        f"**Families that HMT implements** ({counts['family']}):",
+        "",
+        *named("family"),
+        "",
+        f"**Through transformers' modules, equal to transformers** ({counts['equal']}):",
+        "",
+        *named("equal"),
+        "",
+        f"**Refused before anything is loaded** ({counts['refused']}), and not tried "
+        f"({counts['unbuilt']}), because transformers does not build one so small or lacks a "
+        "library:",
+        "",
+        "| type | architecture | why |",
+        "|---|---|---|",
+        *rows,
+        "",
+    ]
 
 
 def by_initial(model_types: Iterable[str]) -> list[str]:
@@ -269,6 +333,7 @@ def by_initial(model_types: Iterable[str]) -> list[str]:
 
 
 def _clause(outcome: Outcome) -> str:
+    if outcome.kind == "unbuilt":
+        return "not tried: transformers builds none of random numbers in this size"
     reason = outcome.reason.partition("either: ")[2] or outcome.reason
-    reason = " ".join(reason.split()).replace("|", "/")
-    return f"not tried: {reason[:160]}" if outcome.kind == "unbuilt" else reason
+    return " ".join(reason.split()).replace("|", "/")

@@ -215,9 +215,9 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
                 tensor.copy_(normal(tensor, 0.2))
 
 
-def random_reference(config: Any, seed: int) -> PreTrainedModel:
+def random_reference(config: Any, seed: int, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """transformers' model of `config` with random weights, in f32 and eager attention."""
-    model = AutoModelForCausalLM.from_config(
+    model = kind.from_config(
         config,
         dtype=torch.float32,
         attn_implementation="eager",

@@ -1,6 +1,6 @@
 """Types of transformers beside transformers, or refused with what they have that is not computed.
 
-A subset; `scripts/fallback-table` runs all of them and writes docs/fallback.md.
+A subset; `scripts/fallback-table` runs all of them and writes docs/models.md.
 """
 
 import re
@@ -12,19 +12,20 @@ from every_type import outcome_of, types
 FOLLOWED = (
     "afmoe", "apertus", "cohere2", "electra, is_decoder", "ernie4_5_moe", "exaone4",
     "gemma4_text, experts", "gemma4_text, large", "glm4_moe", "minimax_m2", "smollm3", "youtu",
+    # As a whole: indexers, chunks, layers that share keys or have embeddings and streams of their
+    # own, layers that are called several times or have state, positions behind padding, text parts.
+    "axk2", "deepseek_v32", "gemma3n_text", "gemma4_text", "glm_moe_dsa", "hrm_text", "lfm3",
+    "llama4_text", "longcat_flash", "roberta, is_decoder",
+    "gemma4, text part", "glm4v, text part", "llama4, text part",
 )  # fmt: skip
 REFUSED = {
-    "deepseek_v32": r"attention to \d+ keys that an indexer selects: index_topk",
     "electra": "an encoder .is_decoder is false., whose tokens see those behind them",
-    "recurrent_gemma": "a state besides the KV cache",
-    "gemma4_text": "a separate embedding for each layer .*hidden_size_per_layer_input",
-    "glm_moe_dsa": "an indexer selects",
-    "llama4_text": "layers of chunked_attention",
+    "musicgen": "an encoder beside its decoder",
+    "openai-gpt": "keeps nothing of earlier tokens",
+    "recurrent_gemma": "cannot go on with several tokens from what it keeps",
+    "rwkv": "keeps nothing of earlier tokens",
     "rembert": "an encoder",
     "roberta": "an encoder",
-    "whisper": "a decoder that attends to sound",
-    "mvp": "HMT cannot follow what its Mvp",
-    "xlm": "something is computed between its layers",
 }
 PYTHON = ("Error(", "Traceback", "NoneType", "object has no attribute")
 

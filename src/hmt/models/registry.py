@@ -191,7 +191,8 @@ def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type)
-    if causal is None or name not in (None, bare):
+    images = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
+    if causal is None or name not in (None, bare) or (name and name == images):
         return config
     return {**config, "architectures": [causal]}
 
@@ -218,4 +219,7 @@ def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Mod
             f"names {given}; HMT runs {', '.join(supported_architectures())}, and causal language "
             "models of the installed transformers library"
         )
-    return _checked(fallback.Fallback(config, name, dtype))
+    model = _checked(fallback.open_fallback(config, name, dtype))
+    if any(config.get(part) for part in ("vision_config", "audio_config")):
+        model.spec = replace(model.spec, remarks=(*model.spec.remarks, _TEXT_ONLY))
+    return model

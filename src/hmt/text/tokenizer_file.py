@@ -18,6 +18,7 @@ import tokenizers
 
 from hmt.base.errors import CheckpointError, MissingFileError, RequestError
 from hmt.sandbox import Ended, Limits, Lost, Refused, Sandbox, Worker
+from hmt.text.conversion import converted
 from hmt.text.patterns import is_known
 from hmt.text.small_file import MAX_BYTES, parse_object, read_bytes
 
@@ -46,13 +47,20 @@ class TokenizerFile:
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises MissingFileError, and CheckpointError where the file cannot be understood."""
+        """Reads `file`, or what is converted of an older one beside it.
+
+        Raises MissingFileError, and CheckpointError where the file cannot be understood.
+        """
         data = read_bytes(file, MAX_BYTES)
         if data is None:
-            raise MissingFileError(
-                f"{file} is missing: download it, or make it from the checkpoint's own tokenizer "
-                "files with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
-            )
+            older = converted(file.parent)
+            if older is None:
+                raise MissingFileError(
+                    f"{file} is missing, and so are tokenizer.model, tekken.json and tiktoken's "
+                    "files: download it, or make it from the checkpoint's own tokenizer files with "
+                    "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                )
+            file, data = older
         content = parse_object(file, data)
         try:
             _check(content)

@@ -41,57 +41,60 @@ class Parts:
 
 def split_blocks(tree: Tree, architecture: str) -> Parts:
     """Replace modules that have parameters.  Raises UnknownArchitectureError."""
-    output = tree.model.get_output_embeddings()
-    if type(output) is not nn.Linear:
-        raise refused(architecture, f"its output layer is a {type(output).__name__}")
-    head = LeasedHead(output)
-    names = [name for name, module in tree.model.named_modules() if module is output]
-    head_path, *others = names
-    if others:
-        raise refused(architecture, "its output layer has several places")
-    _put(tree.model, head_path, head)
-    parts = Parts([_layer(layer) for layer in tree.layers], head)
+    head, head_path = find_head(tree.model, architecture)
+    put(tree.model, head_path, head)
+    parts = Parts([wrap_layer(layer) for layer in tree.layers], head)
     inside = f"{tree.path}."
     inputs = tree.model.get_input_embeddings()
     found = [(n, m) for n, m in tree.model.named_modules() if not n.startswith(inside)]
     found.sort(key=lambda pair: pair[1] is not inputs)  # tokens come first
     for name, module in found:
-        own = _own_params(module)
+        own = own_params(module)
         if not own or name == head_path:
             continue
         if isinstance(module, nn.Embedding):
-            block = BlockId(TRUNK, BlockKind.EMBEDDING, len(parts.tables))
-            parts.tables.append((name, block))
-            table = module.weight
-            del module.weight
-            object.__setattr__(module, "weight", LazyTable.of(table, block))
+            parts.tables.append((name, LazyTable.replace(module, len(parts.tables))))
         elif not name or any(True for _ in module.children()):
             named = f"{name or 'the model'} has its own parameters ({', '.join(own)})"
             raise refused(architecture, named)
         else:
-            unit = Unit(_leaf(module), name)
-            _put(tree.model, name, unit)
+            unit = Unit(leaf(module), name)
+            put(tree.model, name, unit)
             parts.trunk.append(unit)
     return parts
 
 
-def _leaf(module: nn.Module) -> nn.Module:
+def find_head(model: Any, architecture: str) -> tuple[LeasedHead, str]:
+    """What takes the place of the output layer, and where.  Raises UnknownArchitectureError."""
+    output = model.get_output_embeddings()
+    if output is None:
+        raise refused(architecture, "it has no output layer")
+    if type(output) is not nn.Linear:
+        raise refused(architecture, f"its output layer is a {type(output).__name__}")
+    path, *others = [name for name, module in model.named_modules() if module is output]
+    if others:
+        raise refused(architecture, "its output layer has several places")
+    return LeasedHead(output), path
+
+
+def leaf(module: nn.Module) -> nn.Module:
+    """A module of the trunk, or what takes the place of a Linear."""
     return LeasedLinear(module) if type(module) is nn.Linear else module
 
 
-def _layer(layer: nn.Module) -> Layer:
+def wrap_layer(layer: nn.Module) -> Layer:
     """Wrap a layer's children that have parameters, and replace its Linears."""
     wrapped = Layer(layer)
     for holder, prefix in _holders(layer):
         for name, child in list(holder.named_children()):
-            if not any(True for _ in child.parameters()) and not any(_own_params(child)):
+            if not any(True for _ in child.parameters()) and not any(own_params(child)):
                 continue
             if isinstance(child, nn.ModuleList | nn.ModuleDict):
                 continue
             for path, module in list(child.named_modules()):
                 if type(module) is nn.Linear and path:
-                    _put(child, path, LeasedLinear(module))
-            inner = _leaf(child)
+                    put(child, path, LeasedLinear(module))
+            inner = leaf(child)
             setattr(holder, name, Unit(inner, f"{prefix}{name}"))
     return wrapped
 
@@ -109,13 +112,14 @@ def units(layer: Layer) -> dict[str, Unit]:
     return {m.name: m for m in layer.inner.modules() if isinstance(m, Unit)}
 
 
-def _own_params(module: nn.Module) -> list[str]:
+def own_params(module: nn.Module) -> list[str]:
     """Parameters and kept buffers of a module itself."""
     buffers = [n for n, b in module.named_buffers(recurse=False) if b is not None and b.is_meta]
     return [n for n, p in module.named_parameters(recurse=False)] + buffers
 
 
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+def put(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Let `module` be where `path` is."""
     holder, _, name = path.rpartition(".")
     setattr(root.get_submodule(holder), name, module)
 
@@ -132,7 +136,7 @@ class BlockMaker:
     def values(self) -> None:
         """Tell every unit which tensors it reads, so that it can be looked at."""
         for index, layer in enumerate(self._parts.layers):
-            at = f"{self._tree.path}.{index}."
+            at = self._tree.at(index)
             layer.values = self._direct_values(layer.inner, at)
             for unit in units(layer).values():
                 self._unit_values(unit, f"{at}{unit.name}.", f"{unit.name}.")
@@ -148,13 +152,13 @@ class BlockMaker:
         last = order.index(trace.attention) if trace.attention in order else -1
         params: dict[BlockId, list[ParamSpec]] = {attention: [], second: []}
         layer.block = attention
-        params[attention] += self._params_of(layer.values, f"{self._tree.path}.{index}.", "")
+        params[attention] += self._params_of(layer.values, self._tree.at(index), "")
         by_name = units(layer)
         for place, name in enumerate([*order, *(n for n in by_name if n not in order)]):
             unit = by_name[name]
             unit.block = attention if place <= last or place >= len(order) else second
             unit.follows_attention = place == last + 1 < len(order)
-            params[unit.block] += self._unit_params(unit, f"{self._tree.path}.{index}.{name}.")
+            params[unit.block] += self._unit_params(unit, f"{self._tree.at(index)}{name}.")
         for block, specs in params.items():
             if specs:
                 yield BlockSpec(block, tuple(specs))
@@ -203,14 +207,14 @@ class BlockMaker:
 
     def _experts(self, index: int, module: Any, unit: Unit) -> Iterator[BlockSpec]:
         path = next(p for p, m in unit.inner.named_modules() if m is module)
-        at = f"{self._tree.path}.{index}.{unit.name}.{path}".rstrip(".") + "."
+        at = f"{self._tree.at(index)}{unit.name}.{path}".rstrip(".") + "."
         for expert in range(module.num_experts):
             specs = self._expert_specs(module, at, expert)
             yield BlockSpec(BlockId(index, BlockKind.EXPERT, expert), tuple(specs))
 
     def _expert_specs(self, module: Any, at: str, expert: int) -> list[ParamSpec]:
         specs: list[ParamSpec] = []
-        for name in _own_params(module):
+        for name in own_params(module):
             shape = self._published.shapes[at + name]
             if len(shape) < 2 or shape[0] != module.num_experts:
                 raise refused(
@@ -247,8 +251,8 @@ class BlockMaker:
 
     def _direct_values(self, layer: nn.Module, at: str) -> dict[str, Value]:
         found = {}
-        for name in _own_params(layer):
-            tensor = getattr(layer, name)
+        for name in own_params(layer):
+            tensor = raw(layer, name)
             names = tuple(spec.name for spec in self._specs(at + name, name, Role.VECTOR))
             found[name] = Value(names, tuple(tensor.shape), tensor.dtype)
         return found
@@ -285,8 +289,13 @@ def _tensors(inner: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in inner.named_modules():
         if isinstance(module, LeasedLinear) or is_experts(module):
             continue
-        for name in _own_params(module):
-            yield (f"{path}.{name}" if path else name), getattr(module, name)
+        for name in own_params(module):
+            yield (f"{path}.{name}" if path else name), raw(module, name)
+
+
+def raw(module: nn.Module, name: str) -> Any:
+    """A parameter or buffer without numbers, also where the module reads another in its place."""
+    return module._parameters.get(name, module._buffers.get(name))
 
 
 def is_experts(module: nn.Module) -> bool:

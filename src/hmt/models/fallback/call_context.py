@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import BlockId
@@ -37,6 +38,8 @@ class CallContext:
     instead     hidden states that take the place of all layers' result
     ends        stop at this stage
     stops       stop before the output layer, whose input is then in `seen`
+    passage     the forward pass that stops in front of layers
+    place       where its attention and experts lie; it computes everything else on the CPU
     """
 
     weights: Weights | None
@@ -55,6 +58,8 @@ class CallContext:
     ends: int = -1
     stops: bool = False
     seen: Tensor | None = None
+    passage: Any = None
+    place: torch.device | None = None
     _leased: BlockId | None = None
     _params: Mapping[str, WeightTensor] = field(default_factory=dict)
     _closing: ExitStack = field(default_factory=ExitStack)

@@ -184,6 +184,21 @@ def compute_experts(
     if work.predicting:
         work.chosen = top_k_index
         raise StoppedError
+    if work.passage is not None:
+        work.passage.chosen[work.layer] = top_k_index
+    home = hidden_states.device
+    hidden_states, top_k_index, top_k_weights = (
+        tensor.to(work.place or home) for tensor in (hidden_states, top_k_index, top_k_weights)
+    )
+    return _computed(module, hidden_states, top_k_index, top_k_weights).to(home)
+
+
+def _computed(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The same, where experts are computed."""
+    work = current_context()
+    assert work.weights is not None
     count = int(module.num_experts)
     scales = top_k_weights.float()
     if int(top_k_index.max()) >= count:

@@ -28,6 +28,7 @@ class TensorSlice:
 
     names   of the tensor; a checkpoint has one of them
     rows    of the tensor in all
+    shape   of the tensor
     """
 
     first: int
@@ -35,6 +36,7 @@ class TensorSlice:
     names: tuple[str, ...]
     at: int
     rows: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Published:
                 taken = None
             own = name if len(parts) == 1 else f"{name}.{number}"
             size = (high - low, *shape[-1:]) if len(shape) > 1 else (high - low,)
+            if taken is None:
+                size = piece.shape
             specs.append(ParamSpec(own, size, piece.names, role, rows=taken))
         return tuple(specs)
 
@@ -113,14 +117,36 @@ def find(model: PreTrainedModel) -> Published:
         tensors = {}
     pieces: dict[str, list[TensorSlice]] = defaultdict(list)
     prefix = f"{model.base_model_prefix}."
+    tied = _tied(model)
     for name, tensor in tensors.items():
         for param, first, end, at, rows in _parts(tensor, owners, shapes, aliases):
             names = [name, name.removeprefix(prefix)]
             if (end - first, at) == (rows, 0) and rows == _rows(shapes[param]):
-                names += [param, param.removeprefix(prefix)]
-            pieces[param].append(TensorSlice(first, end, tuple(dict.fromkeys(names)), at, rows))
+                names += [param, param.removeprefix(prefix), *tied.get(param, ())]
+            own = tuple(dict.fromkeys(names))
+            pieces[param].append(TensorSlice(first, end, own, at, rows, tuple(tensor.shape)))
+    for param in shapes.keys() - pieces.keys():  # one of several names of the same numbers
+        for other in tied.get(param, ()):
+            if other in pieces:
+                pieces[param] = pieces[other]
     found = {p: tuple(sorted(parts, key=lambda x: x.first)) for p, parts in pieces.items()}
     return Published(found, shapes)
+
+
+def _tied(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """Other names of parameters that have several, but for matrices: `head` and tables see to them.
+
+    A checkpoint has one of them.
+    """
+    names = defaultdict(list)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.dim() < 2:
+            names[id(param)].append(name)
+    return {
+        name: tuple(other for other in same if other != name)
+        for same in names.values()
+        for name in same
+    }
 
 
 def _parts(

@@ -16,6 +16,7 @@ from hmt.contracts.step import Segment
 from hmt.layers import border_of, common_border
 from hmt.models.config import Config, rotary_parameters
 from hmt.models.fallback.call_context import current_context
+from hmt.models.fallback.sizes import longest_context
 
 
 class ByLength(nn.Module):
@@ -86,7 +87,7 @@ def border_in(config: Config) -> RotaryBorder | None:
         if parameters.get("rope_type", "default") == "default":
             check_typed(parameters)
         try:
-            borders.append(border_of(parameters, config.max_position_embeddings))
+            borders.append(border_of(parameters, longest_context(config)))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"rope_parameters {parameters} cannot be used: {type(error).__name__} {error}"

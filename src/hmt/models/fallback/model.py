@@ -6,7 +6,7 @@ What is around the layers is run once per step without them, to learn what each 
 once behind them, for the norm and the output layer.  No forward pass is changed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.model import Model, ModelSpec
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.models.config import Config, max_context
+from hmt.models.config import Config
 from hmt.models.fallback import key_map, module_tree
 from hmt.models.fallback.blocks import BlockMaker, Parts, split_blocks, units
 from hmt.models.fallback.call_context import Call, CallContext, StoppedError, in_context
@@ -30,12 +30,8 @@ from hmt.models.fallback.features import encoder, not_followed
 from hmt.models.fallback.interfaces import OneSequence
 from hmt.models.fallback.lengths import border_in, by_length, check_share, lengths_of
 from hmt.models.fallback.modules import Layer, Stage
+from hmt.models.fallback.sizes import REMARK, ignored_names, longest_context
 from hmt.models.fallback.trace import LayerTrace, ModelTrace, call_surroundings, trace_model
-
-REMARK = "runs through transformers' modules, which is slower than a family of HMT's own"
-
-# Buffers that old checkpoints have and that are computed.
-_IGNORED = (r"\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
 
 
 class Fallback(Model):
@@ -46,11 +42,10 @@ class Fallback(Model):
     values that are read out of the pages.
     """
 
-    def __init__(self, config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> None:
+    def __init__(self, read: Config, architecture: str, dtype: torch.dtype) -> None:
         """Raises UnknownArchitectureError for a model that cannot run so, and CheckpointError."""
         self.dtype = dtype
-        read = module_tree.read(config)
-        module_tree.refuse_others(read)
+        module_tree.refuse_others(read, architecture)
         self._border = border_in(read.get_text_config())
         opened = _open(read, architecture, dtype)
         self._tree, self._parts, trace = opened.tree, opened.parts, opened.traces
@@ -67,7 +62,7 @@ class Fallback(Model):
             layers=layers,
             hidden_size=text.hidden_size,
             vocab_size=self._parts.head.out_features,
-            max_context=_max_context(text),
+            max_context=longest_context(text),
             blocks=blocks,
             kv=tuple(layer_trace.kv[0] for layer_trace in trace.layers),
             activation_width=max(
@@ -75,7 +70,7 @@ class Fallback(Model):
             ),
             attention_heads=max(layer_trace.heads for layer_trace in trace.layers),
             experts_per_token=max(layer_trace.top_k for layer_trace in trace.layers),
-            ignored=_ignored(self._tree),
+            ignored=ignored_names(self._tree.model),
             capturable=False,
             together=False,
             remarks=(REMARK,),
@@ -309,27 +304,12 @@ def _answering(count: int) -> Callable[[Tensor], Any]:
     return (lambda hidden: (hidden, *[None] * (count - 1))) if count else (lambda hidden: hidden)
 
 
-def _max_context(config: Config) -> int:
-    if getattr(config, "max_position_embeddings", None):
-        return max_context(config)
-    for name in ("seq_length", "max_seq_len", "n_positions"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 2048
-
-
 def _width(trace: LayerTrace, hidden_size: int) -> int:
     """Numbers alive per token: what the widest child's layers make, once more behind activations.
 
     And hidden states: the residual stream, two norms in 32 bits, and queries before and after.
     """
     return 8 * hidden_size + 2 * max(trace.widths.values(), default=0)
-
-
-def _ignored(built: module_tree.Tree) -> tuple[str, ...]:
-    unexpected = getattr(built.model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    return (*_IGNORED, *unexpected)
 
 
 def _after_attention(trace: LayerTrace) -> list[str]:

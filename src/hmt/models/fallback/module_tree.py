@@ -10,7 +10,10 @@ import torch
 import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.base.log import logger
@@ -19,7 +22,7 @@ from hmt.models.fallback import interfaces
 from hmt.models.fallback.features import uncomputed
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tree:
     """A model on the meta device; buffers that no checkpoint has hold their numbers.
 
@@ -38,42 +41,73 @@ class Tree:
     own_attention: bool
     takes_positions: bool
 
+    def at(self, index: int) -> str:
+        """What the names of a layer's parameters begin with."""
+        return f"{self.path}.{index}."
+
 
 def architectures() -> frozenset[str]:
-    """Architectures that transformers calls causal language models."""
-    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    """Architectures that make text: what transformers calls causal, or of images and text."""
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) | _of_images()
+
+
+def _of_images() -> frozenset[str]:
+    return frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
 
 
 def read(config: Mapping[str, Any]) -> Config:
-    """transformers' configuration of a parsed config.json.  Raises CheckpointError."""
+    """transformers' configuration of a parsed config.json.
+
+    Raises UnknownArchitectureError for models that make no text of text, and CheckpointError.
+    """
     model_type, architecture = str(config.get("model_type")), config["architectures"][0]
-    if getattr(getattr(transformers, architecture), "_is_stateful", False):
-        raise refused(architecture, "it has a state besides the KV cache")
     if model_type not in CONFIG_MAPPING:
         raise UnknownArchitectureError(
             f"model_type is {model_type!r}, which transformers {transformers.__version__} does not "
             "know: a newer one may"
         )
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != architecture:
+    own = getattr(getattr(transformers, architecture).config_class, "model_type", None)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if architecture != causal and model_type != own:
         raise CheckpointError(f"model_type {model_type!r} is not that of a {architecture}")
-    return as_transformers_reads(config, model_type)
+    read = as_transformers_reads(config, model_type)
+    if getattr(read, "is_encoder_decoder", False):
+        raise refused(architecture, "it has an encoder beside its decoder")
+    check_counts(read.get_text_config(), no_window=0)
+    return read
 
 
-def refuse_others(config: Config) -> None:
-    """Raise UnknownArchitectureError for models that are not text after text, token by token.
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The config.json of a model's causal language model, where its type has a class for it."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return None
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(text.get("model_type")))
+    if architecture in (None, config["architectures"][0]):
+        return None
+    tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
+    return {**text, **tied, "architectures": [architecture]}
 
-    And CheckpointError for sizes that no model has.
+
+def refuse_others(config: Config, architecture: str) -> None:
+    """Raise UnknownArchitectureError for models whose layers cannot be called one by one.
+
+    As far as their configuration tells.
     """
+    if getattr(getattr(transformers, architecture), "_is_stateful", False):
+        raise refused(architecture, "it has a state besides the KV cache")
     why = uncomputed(config)
     if why is not None:
-        raise refused(config.architectures[0], why)
-    check_counts(config.get_text_config(), no_window=0)
+        raise refused(architecture, why)
 
 
-def build(config: Config, architecture: str, dtype: torch.dtype, *, by_name: bool) -> Tree:
+def build(
+    config: Config, architecture: str, dtype: torch.dtype, *, by_name: bool, listed: bool = True
+) -> Tree:
     """The modules of `config`.  Raises CheckpointError or UnknownArchitectureError.
 
     by_name   attention is HMT's, if the model asks for it by name
+    listed    its layers must be found in one list
     """
     interfaces.register()
     kind = getattr(transformers, architecture)
@@ -95,10 +129,21 @@ def build(config: Config, architecture: str, dtype: torch.dtype, *, by_name: boo
     model.eval()
     model.requires_grad_(False)
     _fill_buffers(model, architecture)
-    base = model.base_model
-    path, layers = _find_layers(model, architecture)
+    base = _find_base(model)
+    path, layers = _find_layers(model, architecture) if listed else ("", nn.ModuleList())
     takes = "position_ids" in inspect.signature(base.forward).parameters
     return Tree(model, config, base, layers, path, not by_name, takes)
+
+
+def _find_base(model: PreTrainedModel) -> nn.Module:
+    """What computes hidden states: the model itself where no child of it does."""
+    if model.base_model is not model:
+        return model.base_model
+    inputs = model.get_input_embeddings()
+    for child in model.children():
+        if child is not inputs and any(module is inputs for module in child.modules()):
+            return child
+    return model
 
 
 def _find_layers(model: PreTrainedModel, architecture: str) -> tuple[str, nn.ModuleList]:
@@ -130,7 +175,7 @@ def _fill_buffers(model: PreTrainedModel, architecture: str) -> None:
             empty = torch.full_like(buffer, _unset(buffer.dtype), device="cpu")
             module.register_buffer(name, empty, persistent=False)
         if missing:
-            model._init_weights(module)
+            _owner(model, path)._init_weights(module)
         for name in missing:
             buffer = getattr(module, name)
             unset = buffer == _unset(buffer.dtype)
@@ -139,8 +184,19 @@ def _fill_buffers(model: PreTrainedModel, architecture: str) -> None:
                 raise refused(architecture, f"what its buffer {where} holds is not known")
 
 
+def _owner(model: PreTrainedModel, path: str) -> PreTrainedModel:
+    """The innermost of transformers' models around a module, which knows how it begins."""
+    owner: nn.Module = model
+    module: nn.Module = model
+    for name in path.split(".") if path else ():
+        module = module.get_submodule(name)
+        owner = module if isinstance(module, PreTrainedModel) else owner
+    assert isinstance(owner, PreTrainedModel)
+    return owner
+
+
 def _unset(dtype: torch.dtype) -> float | int | bool:
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return torch.finfo(dtype).min
     return False if dtype is torch.bool else torch.iinfo(dtype).min
 

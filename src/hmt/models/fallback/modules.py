@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from hmt.contracts.blocks import BlockId
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops
 from hmt.kernels.backend_registry import backend_on
 from hmt.models.fallback.call_context import StoppedError, current_context
-from hmt.models.fallback.device_cache import first_place, moved_to, place_of
+from hmt.models.fallback.device_cache import CPU, first_place, moved_to, place_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Value:
 
     def of(self, params: Mapping[str, WeightTensor]) -> Tensor:
         """The tensor, valid as long as the lease."""
-        return joined(params, self.names).to(self.dtype)
+        return joined(params, self.names).to(self.dtype).reshape(self.shape)
 
 
 def joined(params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
@@ -100,11 +100,26 @@ class LazyTable(Tensor):
     block: BlockId
 
     @staticmethod
-    def of(table: Tensor, block: BlockId) -> "LazyTable":
-        """In place of `table`, which holds no numbers."""
+    def replace(module: nn.Embedding, number: int) -> BlockId:
+        """Take the place of a module's table, which holds no numbers, as the given one."""
+        block = BlockId(TRUNK, BlockKind.EMBEDDING, number)
+        table = module.weight
+        del module.weight
         lazy = table.detach().as_subclass(LazyTable)
         lazy.block = block
-        return lazy
+        object.__setattr__(module, "weight", lazy)
+        return block
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of int64 ids [...]: [..., width]."""
+        work = current_context()
+        if work.weights is None:
+            work.record.table(self.block)
+            waves = ids[..., None] + torch.arange(1, self.shape[1] + 1)
+            return waves.sin().to(self.dtype)
+        flat = ids.reshape(-1).cpu()
+        found = work.weights.rows(self.block, "weight", flat).to(self.dtype)
+        return found.view(*ids.shape, found.shape[1]).to(ids.device)
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -114,15 +129,14 @@ class LazyTable(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Rows of int64 ids [...]: [..., width]; all else is as for any tensor without numbers."""
+        """Look up rows; all else is as for any tensor without numbers."""
         if func is F.embedding and isinstance(args[1], LazyTable):
-            ids, table, work = args[0], args[1], current_context()
-            if work.weights is None:
-                waves = ids[..., None] + torch.arange(1, table.shape[1] + 1)
-                return waves.sin().to(table.dtype)
-            flat = ids.reshape(-1).cpu()
-            rows = work.weights.rows(table.block, "weight", flat).to(table.dtype)
-            return rows.view(*ids.shape, rows.shape[1]).to(ids.device)
+            return args[1].rows(args[0])
+        if func is Tensor.__getitem__ and isinstance(args[0], LazyTable):
+            row = args[1][0] if isinstance(args[1], tuple) else args[1]  # of padding, say
+            return args[0].rows(torch.as_tensor(row))
+        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+            return CPU  # where code brings token ids
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -170,6 +184,7 @@ class Unit(nn.Module):
     """In place of a child of a layer: calls it with the parameters of one block.
 
     values   by the child's own names: parameters that no replaced module reads
+    lends    the child reads them by itself (`lent`)
     """
 
     def __init__(self, inner: nn.Module, name: str) -> None:
@@ -178,6 +193,7 @@ class Unit(nn.Module):
         self.name = name
         self.block: BlockId | None = None
         self.follows_attention = False
+        self.lends = False
         self.values: dict[str, Value] = {}
         self._buffers_by_place: dict[torch.device, dict[str, Tensor]] = {}
 
@@ -193,9 +209,12 @@ class Unit(nn.Module):
         work = current_context()
         if work.weights is None:
             with work.record.unit(self.name):
-                return call_with(self.inner, _stand_ins(self.values), args, kwargs)
+                stand_ins = {} if self.lends else _stand_ins(self.values)
+                return call_with(self.inner, stand_ins, args, kwargs)
         if self.follows_attention:
             work.residual = args[0] if args else next(iter(kwargs.values()))
+        if self.lends:
+            return self.inner(*args, **kwargs)
         assert self.block is not None
         params = work.use(self.block)
         where, came_from = place_of(params), first_place(args, kwargs)
@@ -284,8 +303,11 @@ def _stand_in(x: Tensor, width: int) -> Tensor:
 
 
 def _stand_ins(values: Mapping[str, Value]) -> dict[str, Tensor]:
-    """Numbers for parameters while a model is looked at: all the same, without memory."""
-    return {
-        name: torch.full((), 0.5, dtype=value.dtype).expand(value.shape)
-        for name, value in values.items()
-    }
+    """Numbers for parameters while a model is looked at."""
+    return {name: stand_in(value.shape, value.dtype) for name, value in values.items()}
+
+
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Numbers for a parameter: all rows the same, without memory of their own."""
+    row = torch.arange(shape[-1] if shape else 1, dtype=torch.float32).sin() * 0.2 + 0.5
+    return (row if shape else row[0]).to(dtype).expand(shape)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hmt.base.log import logger
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import KVKind, KVLayer
 from hmt.models.fallback.call_context import CallContext, in_context
 from hmt.models.fallback.features import not_followed
@@ -118,6 +119,9 @@ class ModelTrace:
             yield
         finally:
             self._unit = outside
+
+    def table(self, block: BlockId) -> None:
+        """Rows of a table were looked up."""
 
     def linear(self, width: int) -> None:
         """A linear layer was called."""
