@@ -6,10 +6,12 @@ written as fast as the disk takes it.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache, partial
 from importlib.resources import as_file, files
 from math import prod
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -30,10 +32,16 @@ from hmt_bench.gguf_model import (
 )
 from hmt_bench.random_hybrid import DeltaShape
 
-_PATTERN_BYTES = 1 << 21
+_PATTERN_BYTES = 1 << 25  # so that tens of thousands of tokens have rows of their own
 _DEVIATION = 0.02  # of the numbers: Llama's own initial one
 _NORMS = 0.1  # of those of vectors, around 1
+# Embeddings are so large that a token's own remains most of the residual stream behind all layers.
+# With small ones the layers' outputs, much alike for all tokens, decided: 30B-A3B's shape decoded
+# any text with the same 8 of 128 experts, which a cache of any size holds.
+_EMBEDDINGS = 50.0  # their deviation
 _ROUTER = _DEVIATION / _NORMS  # a router around 1 would give all experts a sigmoid of 0 or of 1
+
+_SAMPLE = 1024  # blocks whose numbers are looked at
 
 # Where blocks hold f16 scales, of types of which BLOCK_SHAPES does not say it; else at byte 0.
 _SCALES: Mapping[str, tuple[int, ...]] = {
@@ -64,9 +72,11 @@ def write_random_gguf(
     if file_type is not None and not isinstance(shape, GgufDeepSeek):
         tensors = list(_by_file_type(tensors, shape.layers, FILE_TYPES[file_type]))
     begin_file(writer, tensors)
-    patterns = {kind: _pattern(gguf, kind) for kind in {tensor.kind for tensor in tensors}}
+    pattern = cache(partial(_pattern, gguf))
     for tensor in tensors:
-        numbers = np.resize(patterns[tensor.kind], tensor.nbytes)
+        deviation = _EMBEDDINGS if tensor.name == "token_embd.weight" else _DEVIATION
+        whole = _begun_elsewhere(pattern(tensor.kind, deviation), tensor)
+        numbers = np.resize(whole, tensor.nbytes)
         if tensor.name.endswith(".ssm_a"):  # -exp of what decays
             numbers = (-numbers.view(np.float32)).view(np.uint8)
         elif tensor.name.endswith(".ffn_gate_inp.weight"):
@@ -76,6 +86,13 @@ def write_random_gguf(
         writer.write_tensor_data(numbers)
     writer.close()
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _begun_elsewhere(pattern: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, Any]:
+    """The pattern from a block on that follows from the name, so that layers' routers differ."""
+    size = block_of(tensor.kind)[1]
+    begin = crc32(tensor.name.encode()) % (len(pattern) // size)
+    return np.concatenate((pattern[begin * size :], pattern[: begin * size]))
 
 
 def _checkpoint(shape: Shape, config: dict[str, Any]) -> Checkpoint:
@@ -108,8 +125,8 @@ def _scales_at(kind: str) -> tuple[int, ...]:
     return _SCALES.get(kind, (0,)) if at is None else (at,)
 
 
-def _pattern(gguf: Any, kind: str) -> np.ndarray[Any, Any]:
-    """Whole blocks of a type with random codes, whose numbers deviate by _DEVIATION: uint8."""
+def _pattern(gguf: Any, kind: str, wanted: float) -> np.ndarray[Any, Any]:
+    """Whole blocks of a type with random codes, whose numbers deviate by `wanted`: uint8."""
     random = np.random.default_rng(0)
     if kind == "F32":  # norms
         return random.normal(1.0, _NORMS, _PATTERN_BYTES // 4).astype(np.float32).view(np.uint8)
@@ -120,11 +137,26 @@ def _pattern(gguf: Any, kind: str) -> np.ndarray[Any, Any]:
         blocks[:, 0] = 120
         return blocks.reshape(-1)
 
-    def with_scale(scale: float) -> np.ndarray[Any, Any]:
-        half = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
-        for at in _scales_at(kind):
-            blocks[:, at : at + 2] = half
+    # A matrix whose mean is not 0 sends all inputs in one direction: the scale of the minima lets a
+    # block's be 0, and half of the blocks have a negative scale, since codes are not even around 0.
+    signs = random.choice((-1.0, 1.0), len(blocks))
+
+    def with_scales(*scales: float) -> np.ndarray[Any, Any]:
+        if kind == "IQ1_M":  # four bits of its scale in each of four bytes
+            bits = (scales[0] * signs).astype(np.float16).view(np.uint16)
+            for at in range(4):
+                rest = blocks[:, 49 + 2 * at] & 15
+                blocks[:, 49 + 2 * at] = rest | ((bits >> 4 * at & 15) << 4).astype(np.uint8)
+            return blocks
+        for at, scale in zip(_scales_at(kind), scales, strict=True):
+            blocks[:, at : at + 2] = (scale * signs).astype(np.float16)[:, None].view(np.uint8)
         return blocks
 
-    deviation = float(gguf.dequantize(with_scale(1.0)[:64], number).std())
-    return with_scale(_DEVIATION / deviation).reshape(-1)
+    def numbers(*scales: float) -> np.ndarray[Any, Any]:
+        return signs[:_SAMPLE, None] * gguf.dequantize(with_scales(*scales)[:_SAMPLE], number)
+
+    scales: tuple[float, ...] = (1.0,)
+    if len(_scales_at(kind)) > 1:
+        scales = (1.0, -float(numbers(1.0, 0.0).mean() / numbers(0.0, 1.0).mean()))
+    factor = wanted / float(numbers(*scales).std())
+    return with_scales(*(scale * factor for scale in scales)).reshape(-1)
