@@ -23,7 +23,6 @@ _PREFIX, _PAGES = "prefix-xeon-amx-2-cores.json", "pages-xeon-amx-2-cores.json"
 _ON_A_GPU = {
     "Llama, 8 billion, all on the card": "gpu-8b-16gib-h200-beside-llama-cpp.json",
     "Llama, 70 billion, 16 GiB of the card": "gpu-70b-16gib-h200.json",
-    "Qwen3-MoE, 30 billion, 8 GiB of the card": "gpu-30b-moe-8gib-h200-beside-llama-cpp.json",
 }
 _BESIDE = {
     "all near": "near",
@@ -35,7 +34,13 @@ _BESIDE_TITLES = {
     "2GiB near, host int8": "2 GiB of it on the GPU, host pages int8",
     "2GiB near, host exact": "2 GiB of it on the GPU, host pages exact",
 }
-_HYBRID, _KV_SPEED = "gpu-hybrid-61-layers-30-with-experts-h200.json", "kv-speed-8b-h200.json"
+_HYBRIDS = {
+    "types of an IQ2_XXS file, 166 GiB, H100, 32 cores": ("gpu-hybrid-61-layers-iq2_xxs-h100.json"),
+    "4 bits, experts of 30 of 58 layers (the others read these), H200, 30 cores": (
+        "gpu-hybrid-61-layers-30-with-experts-h200.json"
+    ),
+}
+_KV_SPEED = "kv-speed-8b-h200.json"
 _BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py {} -->", "<!-- /figures -->"
 
 
@@ -192,22 +197,35 @@ def gpu() -> list[str]:
             f"| {'Llama, 8 billion' if name == 'all near' else ''} | {what} | {_rounded(own)} "
             f"| transformers (bf16), {where} {its:.2g} | {own / its:.0f} |"
         )
-    hybrid = _load(_HYBRID)
-    steps = {(s["routing"], s["batch"], s["context"]): s for s in hybrid["steps"]}
-    one, many, long = (steps["uniform", *at] for at in ((1, 1024), (16, 1024), (1, 131072)))
-    own, layers = hybrid["expert_layers"], hybrid["sparse_layers"]
-    held = f" (experts of {own} of {layers} layers; the other layers read these, as many bytes)"
+    return [*lines, "", *_largest(), "", *gpu_kernels()]
+
+
+def _largest() -> list[str]:
+    """DeepSeek-V3's shape, whose experts GPU, link and CPU share out."""
+    lines = [
+        "DeepSeek-V3's shape with 671 billion parameters in host memory, 22.7GB of the card, the "
+        "KV cache of 131,072 positions included; all experts are used equally. The share is of "
+        "what link and CPU allow together:",
+        "",
+        "| tokens/s | 1 sequence | share | after 131072 positions | share | 16 together | share |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for title, file in _HYBRIDS.items():
+        steps = {(s["routing"], s["batch"], s["context"]): s for s in _load(file)["steps"]}
+        cells = [
+            f"{step['tokens_per_s']:.1f} | {step['share']:.0%}"
+            for step in (steps["uniform", *at] for at in ((1, 1024), (1, 131072), (16, 1024)))
+        ]
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    whole = _load(next(iter(_HYBRIDS.values())))
+    (one,) = (s for s in whole["steps"] if (s["batch"], s["context"]) == (1, 1024))
+    waits, takes = one["waited_s"] * 1e3, one["step_s"] * 1e3
     return [
         *lines,
         "",
-        "DeepSeek-V3's shape with 671 billion parameters in 4 bits in host memory"
-        f"{held if own < layers else ''}, {hybrid['machine']['cores']} cores and "
-        f"{hybrid['gpu_memory']} of the card, the KV cache of 131,072 positions included: "
-        f"{one['tokens_per_s']:.1f} tokens/s, {long['tokens_per_s']:.1f} at the end of the "
-        f"context, {many['tokens_per_s']:.1f} of 16 sequences together. Nothing is cached and all "
-        f"experts are used equally; link and CPU together would allow {1 / one['allowed_s']:.1f}.",
-        "",
-        *gpu_kernels(),
+        f"A prompt of 4096 is read at {_rounded(whole['prompt']['tokens_per_s'])} tokens/s from "
+        f"the first. Its CPU waits {waits:.1f} of {takes:.1f} ms of one sequence's step, while the "
+        "GPU computes what comes before a layer's experts.",
     ]
 
 
