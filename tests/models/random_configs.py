@@ -208,6 +208,33 @@ def _deepseek_v3(rng: random.Random) -> Iterator[dict[str, Any]]:
     )
 
 
+def _deepseek_v32(rng: random.Random) -> Iterator[dict[str, Any]]:
+    # Contexts of the tests go past what is selected, and begin below it.  So many heads leave no
+    # position without a score: of equal ones transformers selects others in other steps.
+    both_ways = {"kv_lora_rank": 40, "qk_nope_head_dim": 6, "v_head_dim": 6}
+    yield _latent(
+        rng, **both_ways, n_group=4, topk_group=2, index_topk=9, index_head_dim=16, index_n_heads=16
+    )
+    yield _latent(
+        rng, n_group=1, topk_group=1, index_topk=1, index_head_dim=8, index_n_heads=15,
+        attention_bias=True, tie_word_embeddings=True,
+    )  # fmt: skip
+    yield _latent(
+        rng, **both_ways, n_group=3, topk_group=2, index_topk=16, index_head_dim=12,
+        index_n_heads=17, mlp_layer_types=["sparse", "dense", "sparse"], **_rope(DEEPSEEK_YARN),
+    )  # fmt: skip
+
+
+def _glm_moe_dsa(rng: random.Random) -> Iterator[dict[str, Any]]:
+    sizes = {"index_head_dim": 16, "index_n_heads": 16, "num_hidden_layers": 4}
+    yield _latent(rng, **sizes, n_group=1, topk_group=1, index_topk=10, index_topk_pattern="FSFS")
+    yield _latent(rng, **sizes, n_group=1, topk_group=1, index_topk=5, norm_topk_prob=False)
+    yield _latent(
+        rng, **sizes, n_group=4, topk_group=2, index_topk=12, index_topk_freq=3,
+        index_skip_topk_offset=1, attention_bias=True,
+    )  # fmt: skip
+
+
 def _gpt_oss(rng: random.Random) -> Iterator[dict[str, Any]]:
     sparse = {"num_local_experts": 5, "head_dim": 10, "sliding_window": 6}
     yield _dense(rng, **sparse, num_experts_per_tok=2)  # rotary positions as published: YaRN
@@ -227,6 +254,8 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _glm_moe_dsa,
     "gpt_oss": _gpt_oss,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,

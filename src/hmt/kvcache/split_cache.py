@@ -73,6 +73,10 @@ class SplitKVCache:
         """See KVCache."""
         return self._of(layer).read(layer, run)
 
+    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+        """See KVCache."""
+        return self._of(layer).gather(layer, run, positions)
+
     def _of(self, layer: int) -> PagedKV | TieredKV:
         return self._by_device[self._layer_devices.get(layer)]
 

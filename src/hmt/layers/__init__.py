@@ -33,4 +33,5 @@ from hmt.layers.rope import (
     yarn_mscale,
 )
 from hmt.layers.short_conv import ShortConv
+from hmt.layers.sparse_attention import Indexer, Selection, SparseLatentAttention
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers

@@ -52,6 +52,9 @@ _ACTIVATIONS = {
 _COUNTS = (
     "hidden_size",
     "head_dim",
+    "index_head_dim",
+    "index_n_heads",
+    "index_topk",
     "intermediate_size",
     "kv_lora_rank",
     "linear_head_dim",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import (
@@ -27,6 +27,7 @@ from hmt.models.config import (
     check_experts,
     gated_ffn,
     latent_attention,
+    layer_kinds,
     norm,
     require,
     residual_ffn,
@@ -105,8 +106,7 @@ class DeepSeek(LatentDecoder):
             prefix="shared_",
         )
         self.expert = gated_ffn(config, config.moe_intermediate_size)
-        dense = config.first_k_dense_replace
-        self.sparse = [index >= dense for index in range(config.num_hidden_layers)]
+        self.sparse = _sparse_layers(config)
         parts = (self.attention, self.ffn, self.shared, self.expert)
         super().__init__(
             config,
@@ -119,13 +119,17 @@ class DeepSeek(LatentDecoder):
             ignored=prediction_layers(config),
         )
 
+    def attention_params(self, index: int, at: str) -> tuple[ParamSpec, ...]:
+        """Of layer `index`, called `at` + kv_a_proj_with_mqa and so on."""
+        return self.attention.params(at)
+
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
         at = f"model.layers.{index}."
         yield attention_block(
             index,
             self.norm.param("norm", f"{at}input_layernorm.weight"),
-            *self.attention.params(f"{at}self_attn."),
+            *self.attention_params(index, f"{at}self_attn."),
         )
         norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if not self.sparse[index]:
@@ -179,7 +183,17 @@ class DeepSeekV3(DeepSeek):
             renormalise=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
         )
-        super().__init__(config, dtype, router, interleaved=config.rope_interleave, mlp_bias=False)
+        interleaved = getattr(config, "rope_interleave", True)
+        super().__init__(config, dtype, router, interleaved=interleaved, mlp_bias=False)
+
+
+def _sparse_layers(config: Config) -> list[bool]:
+    """Which layers have experts."""
+    if getattr(config, "mlp_layer_types", None) is None:
+        dense = config.first_k_dense_replace
+        return [index >= dense for index in range(config.num_hidden_layers)]
+    kinds = layer_kinds(config, "dense", "sparse", name="mlp_layer_types")
+    return [kind == "sparse" for kind in kinds]
 
 
 def latent_scale(config: Config) -> float:

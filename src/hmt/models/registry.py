@@ -11,6 +11,7 @@ from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
+from hmt.models.deepseek_sparse import DeepSeekV32, GlmMoeDsa
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gpt_oss import GptOss
 from hmt.models.lfm2 import Lfm2, Lfm2Moe
@@ -46,9 +47,11 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "BambaForCausalLM": ("bamba", Bamba),
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", DeepSeekV32),
     "FalconH1ForCausalLM": ("falcon_h1", FalconH1),
     "FalconMambaForCausalLM": ("falcon_mamba", MambaLM),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", GlmMoeDsa),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
     "JambaForCausalLM": ("jamba", Jamba),

@@ -75,6 +75,12 @@ GEMMA4_NAMES: Final = FOUR_NORMS | {
     "ffn_down_exps.weight": "experts.down_proj",
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
+INDEXER: Final = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
 QUERY_NORMS: Final = {
     "attn_q_norm": "self_attn.query_layernorm",
     "attn_k_norm": "self_attn.key_layernorm",

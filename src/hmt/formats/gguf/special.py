@@ -10,6 +10,7 @@ from hmt.formats.gguf.architecture import (
     GEMMA4_NAMES,
     GRANITE,
     GRANITE_MOE,
+    INDEXER,
     LATE_NORMS,
     LAYER_NORM,
     MIXTRAL,
@@ -34,6 +35,7 @@ from hmt.formats.gguf.rope import rope_parameters
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 _NO_GROUPS, _V3_EXPERTS, _V3_GROUPS = (1, 1), 256, (8, 4)
+_GLM_5_2_POSITIONS = 1 << 20  # from which on layers share what is selected
 _GELU: Final = "gelu_pytorch_tanh"
 _ORIGINAL: Final = "rope.scaling.original_context_length"
 
@@ -362,19 +364,70 @@ MINIMAX_M2: Final = Architecture(
 
 def deepseek2(keys: Keys) -> Architecture:
     """DeepSeek V2; with sigmoids for routers V3 and R1."""
-    turned = keys.count("rope.dimension_count")
-    query = keys.count("attention.key_length_mla", keys.count("attention.key_length"))
-    experts = keys.count("expert_count")
-    sigmoid = keys.number("expert_gating_func", 1) == SIGMOID
+    fields, groups = _latent(keys), _groups(keys, _V3_GROUPS)
+    if keys.number("expert_gating_func", 1) == SIGMOID:
+        fields |= groups | {"rope_interleave": True}
+        fields["norm_topk_prob"] = flag("expert_weights_norm", True)
+        return Architecture("DeepseekV3ForCausalLM", "deepseek_v3", fields)
+    fields |= groups | {
+        "norm_topk_prob": flag("expert_weights_norm", False),
+        "topk_method": "group_limited_greedy" if groups["n_group"] > 1 else "greedy",
+        "mlp_bias": False,
+    }
+    return Architecture("DeepseekV2ForCausalLM", "deepseek_v2", fields)
+
+
+_INDEXER_FIELDS: Final = {
+    "index_n_heads": count("attention.indexer.head_count"),
+    "index_head_dim": count("attention.indexer.key_length"),
+    "index_topk": count("attention.indexer.top_k"),
+    "norm_topk_prob": flag("expert_weights_norm", False),
+    "scoring_func": sigmoid_only("sigmoid"),
+}
+
+
+def deepseek32(keys: Keys) -> Architecture:
+    """DeepSeek V3.2, whose layers have an indexer each."""
+    fields = _latent(keys) | _groups(keys, _V3_GROUPS) | _INDEXER_FIELDS
+    return Architecture("DeepseekV32ForCausalLM", "deepseek_v32", fields, INDEXER)
+
+
+def _indexer_types(keys: Keys, config: Config) -> list[str]:
+    """Which layers have an indexer; files of before there was a key for it: by their context."""
+    layers = config["num_hidden_layers"]
+    key = "attention.indexer.types"
+    if key in keys:
+        return ["full" if full else "shared" for full in keys.pattern(key, 0, layers)]
+    every = 4 if config["max_position_embeddings"] >= _GLM_5_2_POSITIONS else 1
+    return ["shared" if layer > 2 and (layer - 2) % every else "full" for layer in range(layers)]
+
+
+def glm_dsa(keys: Keys) -> Architecture:
+    """GLM-5, where layers may use what an earlier one's indexer selected."""
+    fields = _latent(keys) | _groups(keys, _NO_GROUPS) | _INDEXER_FIELDS
+    fields["indexer_types"] = _indexer_types
+    return Architecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", fields, INDEXER)
+
+
+def _groups(keys: Keys, large: tuple[int, int]) -> dict[str, int]:
+    """Groups of experts; `large` are those of 256 experts in files that do not say."""
     groups = (
         keys.count("expert_group_count", None) or 0,
         keys.count("expert_group_used_count", None) or 0,
     )
     if not all(groups):
         # Files from before there was a key for it: DeepSeek-V3 and R1 are the ones with groups.
-        groups = _V3_GROUPS if sigmoid and experts == _V3_EXPERTS else _NO_GROUPS
+        sigmoid = keys.number("expert_gating_func", 1) == SIGMOID
+        groups = large if sigmoid and keys.count("expert_count") == _V3_EXPERTS else _NO_GROUPS
+    return {"n_group": groups[0], "topk_group": groups[1]}
+
+
+def _latent(keys: Keys) -> dict[str, Any]:
+    """Fields of latent attention, and of experts behind it."""
+    turned = keys.count("rope.dimension_count")
+    query = keys.count("attention.key_length_mla", keys.count("attention.key_length"))
     value = keys.count("attention.value_length", query - turned)
-    fields: dict[str, Any] = {
+    return {
         "q_lora_rank": count("attention.q_lora_rank", None),
         "kv_lora_rank": count("attention.kv_lora_rank"),
         "qk_rope_head_dim": turned,
@@ -383,21 +436,10 @@ def deepseek2(keys: Keys) -> Architecture:
         "head_dim": turned,
         "num_key_value_heads": same("num_attention_heads"),
         "attention_bias": False,
-        "n_routed_experts": experts,
+        "n_routed_experts": count("expert_count"),
         "num_experts_per_tok": count("expert_used_count"),
         "n_shared_experts": count("expert_shared_count"),
         "moe_intermediate_size": count("expert_feed_forward_length"),
         "first_k_dense_replace": number("leading_dense_block_count", 0),
         "routed_scaling_factor": number("expert_weights_scale", 1.0),
-        "n_group": groups[0],
-        "topk_group": groups[1],
     }
-    if sigmoid:
-        fields |= {"norm_topk_prob": flag("expert_weights_norm", True), "rope_interleave": True}
-        return Architecture("DeepseekV3ForCausalLM", "deepseek_v3", fields)
-    fields |= {
-        "norm_topk_prob": flag("expert_weights_norm", False),
-        "topk_method": "group_limited_greedy" if groups[0] > 1 else "greedy",
-        "mlp_bias": False,
-    }
-    return Architecture("DeepseekV2ForCausalLM", "deepseek_v2", fields)
