@@ -69,8 +69,7 @@ def open_kv(
                 chunk=plan.max_prefill_tokens,
             )
         if plan.kv_tiers is None or allocator is not None:
-            positions, dtype = plan.kv_tokens, model.dtype
-            return PagedKV(layers, positions, dtype, pool, encoding, allocator, state)
+            return PagedKV(layers, plan.kv_tokens, model.dtype, pool, encoding, allocator, state)
         return open_tiered(
             layers,
             plan.kv_tiers,
