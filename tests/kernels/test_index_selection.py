@@ -110,3 +110,20 @@ def test_equal_scores_are_selected_as_torch_does(top_k: int) -> None:
     for row, positions in enumerate(found):
         wanted = scores[row, : 100 + row].topk(top_k).indices
         assert sorted(wanted.tolist()) == positions.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_attend_to_their_own_rows(dtype: torch.dtype) -> None:
+    """Against f64; and each token by itself to the same bits."""
+    random = torch.Generator().manual_seed(4)
+    query = torch.randn(5, 3, 24, generator=random).to(dtype)
+    rows = torch.randn(60, 1, 24, generator=random).to(dtype)
+    own = torch.stack([torch.randperm(60, generator=random)[:21].sort().values for _ in range(5)])
+    found = ops.selected_attention(query, rows, own, 16, scale=0.3)
+    for at, positions in enumerate(own):
+        key = rows[positions, 0].double()
+        weights = (query[at].double() @ key.T * 0.3).softmax(-1)
+        near = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(found[at].double(), weights @ key[:, :16], atol=near, rtol=near)
+        alone = ops.selected_attention(query[at : at + 1], rows[positions], None, 16, scale=0.3)
+        assert torch.equal(alone[0], found[at])

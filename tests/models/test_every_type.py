@@ -14,7 +14,8 @@ FOLLOWED = (
     "gemma4_text, experts", "gemma4_text, large", "glm4_moe", "minimax_m2", "smollm3", "youtu",
     # As a whole: indexers, chunks, layers that share keys or have embeddings and streams of their
     # own, layers that are called several times or have state, positions behind padding, text parts.
-    "axk2", "gemma3n_text", "gemma4_text", "hrm_text", "lfm3", "llama4_text", "longcat_flash", "roberta, is_decoder",
+    "axk2", "gemma3n_text", "gemma4_text", "hrm_text", "lfm3", "llama4_text",
+    "longcat_flash", "roberta, is_decoder",
     "gemma4, text part", "glm4v, text part", "llama4, text part",
 )  # fmt: skip
 OWN = ("deepseek_v32", "glm_moe_dsa")  # families of HMT's

@@ -247,7 +247,6 @@ class LatentAttention:
         Every token attends by itself, to rows that are gathered for it, so that its result does
         not depend on how many others there are.
         """
-        count = positions.shape[1]
         own: Tensor | None = positions
         if run.length == 1:
             rows, own = kv.gather(layer, run, positions[0]), None
@@ -263,12 +262,8 @@ class LatentAttention:
             tokens = slice(run.offset + piece.start, run.offset + piece.stop)
             nope, turning = (part[tokens] for part in queries)
             query = torch.cat((fused_ops.head_products(nope, to_key), turning), dim=-1)
-            mixed = query.new_empty(len(query), self.heads, self.kv_rank)
-            for at in range(len(query)):
-                key = rows if own is None else rows[own[piece.start + at]]
-                value = key[..., : self.kv_rank]
-                one = query[at : at + 1]
-                mixed[at], _ = ops.attention(one, key, value, start=count - 1, scale=self.scale)
+            some = None if own is None else own[piece]
+            mixed = ops.selected_attention(query, rows, some, self.kv_rank, scale=self.scale)
             out[tokens] = fused_ops.head_products(mixed, to_value)
 
     def _norm(self, width: int) -> RMSNorm:

@@ -1,7 +1,11 @@
 """Which positions a token attends to: those that an indexer scores highest (DeepSeek-V3.2)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from hmt.kernels.reference.attention import attention
 
 _KEY_BLOCK = 4096  # positions that all heads have scores for at once
 
@@ -44,3 +48,28 @@ def index_topk(
         scores = index_scores(query[row], weights[row], seen, scale)
         chosen[row] = scores.topk(top_k).indices.sort().values
     return chosen
+
+
+def selected_attention(
+    query: Tensor,
+    rows: Tensor,
+    own: Tensor | None,
+    value_dim: int,
+    *,
+    scale: float,
+    attend: Callable[..., tuple[Tensor, Tensor]] = attention,
+) -> Tensor:
+    """Attention of each token to some latents: [tokens, heads, value_dim] in query.dtype.
+
+    query    [tokens, heads, dim]
+    rows     [rows, 1, dim], of which the first value_dim numbers are values
+    own      int64 [tokens, count]: the rows of each token; None: there is one token, with all rows
+    attend   `attention`, by which each token is computed alone: its result does not depend on how
+             many others there are
+    """
+    out = query.new_empty(len(query), query.shape[1], value_dim)
+    for at in range(len(query)):
+        key = rows if own is None else rows[own[at]]
+        value = key[..., :value_dim]
+        out[at], _ = attend(query[at : at + 1], key, value, start=len(key) - 1, scale=scale)
+    return out
