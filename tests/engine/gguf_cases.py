@@ -152,6 +152,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("minicpm3", SMALL | {"v_head_dim": 16}),
     "arcee": ("arcee", SMALL),
     "gemma4": ("gemma4_text, large", {"final_logit_softcapping": 30.0}),
+    "gemma4, rows of layers": (
+        "gemma4_text",
+        {
+            "use_double_wide_mlp": True,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "per_layer_config": {1: {"head_dim": 16}, 3: {"head_dim": 16}},
+        },
+    ),
     "gemma4, experts": ("gemma4_text, experts", {}),
     "afmoe": ("afmoe", {"mup_enabled": True}),
     "starcoder": ("gpt_bigcode", SMALL | {"n_layer": 2}),

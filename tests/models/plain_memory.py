@@ -218,6 +218,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         for name, tensor in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(normal(tensor, 0.2))
+            if name.endswith("layer_scalar"):
+                tensor.copy_(tensor + normal(tensor, 0.2))
 
 
 def random_reference(config: Any, seed: int, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:

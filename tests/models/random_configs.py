@@ -98,6 +98,30 @@ def _gemma3(rng: random.Random) -> Iterator[dict[str, Any]]:
     )
 
 
+def _gemma4(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Embeddings of each layer and shared keys; then without either; then keys that are values."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    sizes = {"head_dim": 8, "global_head_dim": 12, "sliding_window": 6, "num_hidden_layers": 6}
+    small = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 700}
+    yield _dense(
+        rng, **sizes, **small, layer_types=kinds, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        final_logit_softcapping=3.0, tie_word_embeddings=True,
+    )  # fmt: skip
+    yield _dense(
+        rng, **sizes, hidden_size_per_layer_input=0, vocab_size_per_layer_input=700,
+        attention_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    yield _dense(
+        rng, **sizes, **small, layer_types=kinds, num_kv_shared_layers=0, attention_k_eq_v=True,
+        num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1, hidden_size=40,
+    )  # fmt: skip
+    wide = sizes | {"num_hidden_layers": 5, "sliding_window": 16}
+    yield _dense(
+        rng, **wide, **small, layer_types=["full_attention", *kinds[:3], "full_attention"],
+        num_kv_shared_layers=2, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 def _mixtral(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _dense(rng, num_local_experts=5, num_experts_per_tok=2)
     yield _dense(rng, num_local_experts=4, num_experts_per_tok=3, sliding_window=6)
@@ -250,6 +274,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "qwen3": _qwen3,
     "phi3": _phi3,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,

@@ -11,14 +11,16 @@ from every_type import outcome_of, types
 
 FOLLOWED = (
     "afmoe", "apertus", "cohere2", "electra, is_decoder", "ernie4_5_moe", "exaone4",
-    "gemma4_text, experts", "gemma4_text, large", "glm4_moe", "minimax_m2", "smollm3", "youtu",
+    "gemma4_text, experts", "glm4_moe", "minimax_m2", "smollm3", "youtu",
     # As a whole: indexers, chunks, layers that share keys or have embeddings and streams of their
     # own, layers that are called several times or have state, positions behind padding, text parts.
-    "axk2", "gemma3n_text", "gemma4_text", "hrm_text", "lfm3", "llama4_text",
+    "axk2", "gemma3n_text", "hrm_text", "lfm3", "llama4_text",
     "longcat_flash", "roberta, is_decoder",
-    "gemma4, text part", "glm4v, text part", "llama4, text part",
+    "glm4v, text part", "llama4, text part",
 )  # fmt: skip
-OWN = ("deepseek_v32", "glm_moe_dsa")  # families of HMT's
+OWN = (  # families of HMT's
+    "deepseek_v32", "gemma4_text", "gemma4_text, large", "gemma4, text part", "glm_moe_dsa",
+)  # fmt: skip
 REFUSED = {
     "electra": "an encoder .is_decoder is false., whose tokens see those behind them",
     "musicgen": "an encoder beside its decoder",

@@ -26,6 +26,7 @@ def load_of(attention: LatentAttention) -> LayerWork:
     spec = SimpleNamespace(
         kv=(attention.kv,),
         kv_layers={0: attention.kv},
+        kv_sources={},
         state_layers={},
         attention_heads=attention.heads,
     )

@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, prod
 from typing import Protocol
 
@@ -129,6 +129,7 @@ class ModelSpec:
     uncaptured          why a device's steps cannot be recorded once and replayed; "": they can
     gathered_width      numbers of KV rows, and copies of them, that a layer gathers at once
     kv                  by layer; None: it keeps no KV
+    kv_sources          by layer without KV of its own that attends: the layer whose KV it uses
     index_keys          by layer: keys of its indexer, which lie beside its KV; () where no layer
                         has any
     state               by layer: recurrent state; () where no layer has any
@@ -153,6 +154,7 @@ class ModelSpec:
     rotary_border: RotaryBorder | None = None
     state: tuple[LayerState, ...] = ()
     index_keys: tuple[KVLayer | None, ...] = ()
+    kv_sources: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def kv_layers(self) -> dict[int, KVLayer]:

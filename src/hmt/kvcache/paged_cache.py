@@ -97,6 +97,11 @@ class PagedKV:
             self._state.release()
 
     @property
+    def where(self) -> torch.device:
+        """Of the pages."""
+        return self._store.device
+
+    @property
     def states(self) -> StateStore | None:
         """Recurrent state of its layers; None where they have none."""
         return self._state

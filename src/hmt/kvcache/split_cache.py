@@ -42,8 +42,10 @@ class SplitKVCache:
         self._of(layer).append(layer, step, key, value)
 
     def attend(self, layer: int, step: Step, query: torch.Tensor, **options: Any) -> torch.Tensor:
-        """See KVCache."""
-        return self._of(layer).attend(layer, step, query, **options)
+        """See KVCache.  The query of a layer that uses another's pages goes to where they are."""
+        cache = self._of(layer)
+        there = query.to(cache.where)
+        return cache.attend(layer, step, there, **options).to(query.device)
 
     def append_attend(
         self, layer: int, step: Step, heads: torch.Tensor, **options: Any

@@ -124,11 +124,23 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
     read = as_transformers_reads(config, model_type)
     check_counts(read)
     heads = getattr(read, "num_attention_heads", 0)  # none: a model without attention
-    if heads and heads % read.num_key_value_heads:
-        raise CheckpointError(
-            f"{heads} query heads cannot share {read.num_key_value_heads} key-value heads evenly"
-        )
+    for layer in _kinds_of_layers(read) if heads else ():
+        if heads % layer.num_key_value_heads:
+            raise CheckpointError(
+                f"{heads} query heads cannot share {layer.num_key_value_heads} key-value heads "
+                "evenly"
+            )
     return read
+
+
+def _kinds_of_layers(config: Config) -> list[Config]:
+    """The configuration; of one in which layers differ, that of each kind of them."""
+    kinds = getattr(config, "per_layer_config", None)
+    if kinds is None:
+        return [config]
+    for index in range(config.num_hidden_layers):
+        check_counts(kinds[index])
+    return [kinds[index] for index in range(config.num_hidden_layers)]
 
 
 def as_transformers_reads(config: Mapping[str, Any], model_type: str) -> Config:
@@ -245,7 +257,10 @@ def rotary(config: Config, layer_type: str | None = None) -> Rotary:
             )
         check_options(parameters)
         _check_partial(config, parameters)
-        return Rotary(head_dim(config), parameters, config.max_position_embeddings)
+        # In some families layers of other types have heads of other widths.
+        kinds = getattr(config, "per_layer_config", None)
+        own = config if kinds is None or layer_type is None else kinds[layer_type]
+        return Rotary(head_dim(own), parameters, config.max_position_embeddings)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
             f"rope_parameters {parameters} cannot be used: {type(error).__name__} {error}"

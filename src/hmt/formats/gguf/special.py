@@ -8,6 +8,7 @@ from hmt.formats.gguf.architecture import (
     EXPERTS,
     FOUR_NORMS,
     GEMMA4_NAMES,
+    GEMMA4_TRUNK,
     GRANITE,
     GRANITE_MOE,
     INDEXER,
@@ -151,9 +152,21 @@ def _gemma4_rope(keys: Keys, config: Config) -> dict[str, Any]:
     return {"full_attention": full, "sliding_attention": local}
 
 
+def _gemma4_widths(keys: Keys, layers: int, sharing: int) -> tuple[int, bool]:
+    """How wide networks are, and whether those of layers that share keys are twice as wide."""
+    widths = keys.by_layer("feed_forward_length", layers)
+    own, others = set(widths[: layers - sharing]), set(widths[layers - sharing :])
+    width = min(own, default=0)
+    if own != {width} or others not in ({width}, {2 * width}, set()):
+        raise keys.unread("feed_forward_length", "which HMT computes alike in alike layers")
+    return width, others == {2 * width}
+
+
 def gemma4(keys: Keys) -> Architecture:
-    """Gemma 4, dense or with experts; embeddings for each layer are refused by the model."""
+    """Gemma 4, dense, with embeddings of each layer, or with experts."""
     layers = keys.count("block_count")
+    sharing = keys.number("attention.shared_kv_layers", 0)
+    width, wide = _gemma4_widths(keys, layers, sharing)
     slides = keys.windows(6, layers)
     heads = keys.by_layer("attention.head_count_kv", layers)
     of: dict[bool, set[int]] = {True: set(), False: set()}
@@ -173,8 +186,10 @@ def gemma4(keys: Keys) -> Architecture:
         "layer_types": layer_types(6),
         "final_logit_softcapping": number("final_logit_softcapping", None),
         "hidden_size_per_layer_input": number("embedding_length_per_layer_input", 0),
-        "num_kv_shared_layers": number("attention.shared_kv_layers", 0),
-        "use_double_wide_mlp": False,
+        "vocab_size_per_layer_input": same("vocab_size"),
+        "num_kv_shared_layers": sharing,
+        "intermediate_size": width,
+        "use_double_wide_mlp": wide,
         "enable_moe_block": bool(keys.number("expert_count", 0)),
         "rope_parameters": _gemma4_rope,
     }
@@ -188,7 +203,14 @@ def gemma4(keys: Keys) -> Architecture:
             "moe_intermediate_size": count("expert_feed_forward_length"),
         }
     return Architecture(
-        "Gemma4ForCausalLM", "gemma4_text", fields, GEMMA4_NAMES, rotary=False, proportional=True
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        fields,
+        GEMMA4_NAMES,
+        GEMMA4_TRUNK,
+        rotary=False,
+        proportional=True,
+        widths=True,
     )
 
 

@@ -261,6 +261,11 @@ class TieredKV(OffloadedKVBase):
         return rows
 
     @property
+    def where(self) -> torch.device:
+        """Where layers compute."""
+        return self._stores.device.device
+
+    @property
     def device_tokens(self) -> int:
         """Positions that can be where layers compute at once."""
         return self._stores.device.count * PAGE_TOKENS

@@ -271,7 +271,7 @@ def add_attention(
         load.state_bytes = sum(tensor.nbytes for tensor in states.get(index, ()))
         if not demand.spec.kv:  # a shape of which no more is known
             load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
-        elif (kv := layers_kv.get(index)) is not None:
+        elif (kv := layers_kv.get(demand.spec.kv_sources.get(index, index))) is not None:
             load.kv_bytes = demand.kv_token_bytes * kv.row_width / widths
             load.kv_operations = 2.0 * heads * (kv.key_dim + kv.value_dim)
             load.window, load.selected = kv.window, kv.selected
