@@ -5,12 +5,12 @@ from hmt.layers.delta_attention import DeltaAttention
 from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.latent import Indexer, LatentAttention, Selection, SparseLatentAttention
 from hmt.layers.layer_embedding import LayerEmbedding
 from hmt.layers.lightning_attention import LightningAttention, lightning_decays
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mamba import Mamba
 from hmt.layers.mamba2 import Mamba2
-from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
     BiasedSigmoidRouter,
     GroupedSoftmaxRouter,
@@ -35,5 +35,4 @@ from hmt.layers.rope import (
 )
 from hmt.layers.sharing_attention import SharingAttention
 from hmt.layers.short_conv import ShortConv
-from hmt.layers.sparse_attention import Indexer, Selection, SparseLatentAttention
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers

@@ -258,9 +258,8 @@ def rotary(config: Config, layer_type: str | None = None) -> Rotary:
         check_options(parameters)
         _check_partial(config, parameters)
         # In some families layers of other types have heads of other widths.
-        kinds = getattr(config, "per_layer_config", None)
-        own = config if kinds is None or layer_type is None else kinds[layer_type]
-        return Rotary(head_dim(own), parameters, config.max_position_embeddings)
+        dim = head_dim(_layer_config(config, layer_type))
+        return Rotary(dim, parameters, config.max_position_embeddings)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
             f"rope_parameters {parameters} cannot be used: {type(error).__name__} {error}"
@@ -287,7 +286,16 @@ def rotaries(config: Config) -> list[Rotary]:
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         return [rotary(config)]
-    return [rotary(config, layer_type) for layer_type in sorted(parameters)]
+    used = set(getattr(config, "layer_types", None) or parameters)
+    return [rotary(config, layer_type) for layer_type in sorted(used & set(parameters))]
+
+
+def _layer_config(config: Config, layer_type: str | None) -> Config:
+    """That of layers of a type, where they may differ from others."""
+    kinds, types = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None)
+    if kinds is None or not types or layer_type not in types:
+        return config
+    return kinds[types.index(layer_type)]
 
 
 def max_context(config: Config) -> int:

@@ -1,7 +1,8 @@
 """What attention costs: how much there is to read and to compute, and how long that takes.
 
-A chunk of a prompt expands latents to keys and values where that is less to compute, as layers/mla
-does: that costs products for each position, and saves operations for each pair of positions.
+A chunk of a prompt expands latents to keys and values where that is less to compute, as
+layers/latent does: that costs products for each position, and saves operations for each pair of
+positions.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.layers import Indexer, Params, Selection, SparseLatentAttention
 from hmt.models.config import Config, layer_kinds, rotary
-from hmt.models.deepseek import DeepSeekV3
+from hmt.models.deepseek.dense import DeepSeekV3
 
 _NOT_CAPTURED = "an indexer selects what tokens attend to, which plain torch computes"
 
