@@ -236,6 +236,7 @@ def _deepseek_v32(rng: random.Random) -> Iterator[dict[str, Any]]:
     # Contexts of the tests go past what is selected, and begin below it.  So many heads leave no
     # position without a score: of equal ones transformers selects others in other steps.
     both_ways = {"kv_lora_rank": 40, "qk_nope_head_dim": 6, "v_head_dim": 6}
+    both_ways["qk_rope_head_dim"] = 4
     yield _latent(
         rng, **both_ways, n_group=4, topk_group=2, index_topk=9, index_head_dim=16, index_n_heads=16
     )
@@ -247,6 +248,13 @@ def _deepseek_v32(rng: random.Random) -> Iterator[dict[str, Any]]:
         rng, **both_ways, n_group=3, topk_group=2, index_topk=16, index_head_dim=12,
         index_n_heads=17, mlp_layer_types=["sparse", "dense", "sparse"], **_rope(DEEPSEEK_YARN),
     )  # fmt: skip
+
+
+def _axk2(rng: random.Random) -> Iterator[dict[str, Any]]:
+    index = {"index_head_dim": 16, "index_n_heads": 16}
+    yield _latent(rng, **index, index_topk=9, gated_norm_rank=6)
+    yield _latent(rng, **index, index_topk=14, gated_norm_rank=3, attention_bias=True)
+    yield _latent(rng, **index, index_topk=6, norm_topk_prob=False, **_rope(DEEPSEEK_YARN))
 
 
 def _glm_moe_dsa(rng: random.Random) -> Iterator[dict[str, Any]]:
@@ -274,13 +282,10 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "qwen3": _qwen3,
     "phi3": _phi3,
     "gemma3_text": _gemma3,
-    "gemma4_text": _gemma4,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
-    "deepseek_v32": _deepseek_v32,
-    "glm_moe_dsa": _glm_moe_dsa,
     "gpt_oss": _gpt_oss,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
@@ -289,6 +294,11 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "qwen3_5_moe_text": _qwen3_5_moe,
     **STATE_SPACES,
     **linear_attention_configs.FAMILIES,
+    # Sizes are drawn by a family's number: new ones come last.
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _glm_moe_dsa,
+    "axk2": _axk2,
+    "gemma4_text": _gemma4,
 }
 
 

@@ -14,12 +14,12 @@ FOLLOWED = (
     "gemma4_text, experts", "glm4_moe", "minimax_m2", "smollm3", "youtu",
     # As a whole: indexers, chunks, layers that share keys or have embeddings and streams of their
     # own, layers that are called several times or have state, positions behind padding, text parts.
-    "axk2", "gemma3n_text", "hrm_text", "lfm3", "llama4_text",
+    "axk2, groups", "gemma3n_text", "hrm_text", "lfm3", "llama4_text",
     "longcat_flash", "roberta, is_decoder",
     "glm4v, text part", "llama4, text part",
 )  # fmt: skip
 OWN = (  # families of HMT's
-    "deepseek_v32", "gemma4_text", "gemma4_text, large", "gemma4, text part", "glm_moe_dsa",
+    "axk2", "deepseek_v32", "gemma4_text", "gemma4_text, large", "gemma4, text part", "glm_moe_dsa",
 )  # fmt: skip
 REFUSED = {
     "electra": "an encoder .is_decoder is false., whose tokens see those behind them",

@@ -70,8 +70,12 @@ def test_a_table_on_the_disk_gives_the_bits_of_one_in_memory(packed: bool, tmp_p
 def test_the_smaller_table_stays_in_memory_where_one_fits(tmp_path: Path) -> None:
     written(GEMMA4[3], tmp_path)
     seen = []
-    for kib in range(1200, 300, -20):
-        config = EngineConfig.resolve(host_memory=kib << 10, **OPTIONS)
+    config = EngineConfig.resolve(host_memory="64MiB", **OPTIONS)
+    demand = prepare(tmp_path, config).demand
+    least = smallest_budget(demand, PlanOptions(0, 64))
+    most = sum(block.slot_bytes for block in demand.blocks) + (1 << 20)
+    for budget in range(most, least, -(32 << 10)):
+        config = EngineConfig.resolve(host_memory=budget, **OPTIONS)
         plan = prepare(tmp_path, config).plan
         blocks = {home for block, home in plan.homes.items() if block.kind is not ROWS.kind}
         seen.append((plan.homes[ROWS._replace(index=0)], plan.homes[ROWS], blocks))

@@ -23,7 +23,7 @@ from hmt.layers.moe import (
     routed_experts,
     router_inputs,
 )
-from hmt.layers.norm import RMSNorm
+from hmt.layers.norm import GatedRMSNorm, RMSNorm
 from hmt.layers.post_norm_attention import PostNormAttention
 from hmt.layers.rope import (
     NoRotary,

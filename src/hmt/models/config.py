@@ -50,6 +50,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _COUNTS = (
+    "gated_norm_rank",
     "hidden_size",
     "head_dim",
     "index_head_dim",

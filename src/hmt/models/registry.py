@@ -10,7 +10,7 @@ import torch
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
-from hmt.models.deepseek import DeepSeekV2, DeepSeekV3, DeepSeekV32, GlmMoeDsa
+from hmt.models.deepseek import AXK2, DeepSeekV2, DeepSeekV3, DeepSeekV32, GlmMoeDsa
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gemma4 import Gemma4
 from hmt.models.gpt_oss import GptOss
@@ -43,6 +43,7 @@ from hmt.models.state_space import (
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
 _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
+    "AXK2ForCausalLM": ("axk2", AXK2),
     "BailingHybridForCausalLM": ("bailing_hybrid", BailingHybrid),
     "BambaForCausalLM": ("bamba", Bamba),
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
@@ -180,7 +181,9 @@ def _one_axis(parameters: Any) -> Any:
 
 
 def _is_left(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether transformers' modules compute what a family does not: Gemma 4 with experts."""
+    """Whether transformers' modules compute it: Gemma 4 with experts, A.X-K2 with their groups."""
+    if name == "AXK2ForCausalLM":
+        return config.get("n_group") not in (None, 1)
     return name == "Gemma4ForCausalLM" and bool(config.get("enable_moe_block"))
 
 

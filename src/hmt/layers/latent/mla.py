@@ -189,7 +189,10 @@ class LatentAttention:
     def queries(self, compressed: Tensor, step: Step, params: Params) -> tuple[Tensor, Tensor]:
         """Without positions, and with: [tokens, heads, nope_dim] and [tokens, heads, rope_dim]."""
         query = project(compressed, params, "q_proj" if self.q_rank is None else "q_b_proj")
-        query = query.unflatten(-1, (self.heads, -1))
+        return self.turned(query.unflatten(-1, (self.heads, -1)), step)
+
+    def turned(self, query: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """`queries` of heads [tokens, heads, nope_dim + rope_dim] that have no positions yet."""
         nope, turning = query.split((self.nope_dim, self.rope_dim), dim=-1)
         cos, sin = self.rotary.cos_sin(step)
         return nope, ops.rope(turning, cos, sin, interleaved=self.interleaved)

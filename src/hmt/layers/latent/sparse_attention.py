@@ -159,9 +159,27 @@ class SparseLatentAttention:
 
         Appends to `kv`.
         """
+        compressed = self.latent.compressed(x, params)
+        queries = self.latent.queries(compressed, step, params)
+        out, selection = self.attend(
+            x, compressed, queries, layer, keys, step, params, kv, selection
+        )
+        return project(out, params, "o_proj"), selection
+
+    def attend(
+        self,
+        x: Tensor,
+        compressed: Tensor,
+        queries: tuple[Tensor, Tensor],
+        layer: int,
+        keys: int,
+        step: Step,
+        params: Params,
+        kv: KVCache,
+        selection: Selection | None,
+    ) -> tuple[Tensor, Selection]:
+        """What heads find, [tokens, heads * value_dim], by queries that are made already."""
         latent = self.latent
-        compressed = latent.compressed(x, params)
-        queries = latent.queries(compressed, step, params)
         latent.append(x, layer, step, params, kv)
         if selection is None:
             selection = self.indexer.select(x, compressed, keys, step, params, kv)
@@ -171,7 +189,7 @@ class SparseLatentAttention:
         for run, positions in selection:
             where = positions.to(x.device)
             latent.attend_selected(out, queries, layer, run, where, params, kv)
-        return project(out.flatten(1), params, "o_proj"), selection
+        return out.flatten(1), selection
 
     def _seeing_all(self, run: Segment) -> Segment | None:
         """The part of a run whose tokens attend to all that they see."""

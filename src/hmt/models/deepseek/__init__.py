@@ -1,5 +1,6 @@
 """DeepSeek-V2 and V3, and families whose tokens attend to a selection."""
 
+from hmt.models.deepseek.axk2 import AXK2
 from hmt.models.deepseek.dense import (
     DeepSeekV2,
     DeepSeekV3,

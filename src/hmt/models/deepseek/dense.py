@@ -58,6 +58,12 @@ class LatentDecoder(Decoder):
             return None
         return self.attention(self.norm(hidden, params["norm"]), index, step, params, kv)
 
+    def router_inputs(
+        self, hidden: Tensor, x: Tensor | None, params: Params
+    ) -> tuple[Tensor, Tensor]:
+        """hidden += x; its norm, and the router's logits."""
+        return router_inputs(hidden, x, self.norm, params)
+
     @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
@@ -68,7 +74,7 @@ class LatentDecoder(Decoder):
             with weights.lease(BlockId(index, BlockKind.FFN)) as params:
                 return self.ffn(hidden, x, params)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x, logits = router_inputs(hidden, x, self.norm, params)
+            x, logits = self.router_inputs(hidden, x, params)
             routing = self.router.choose(logits, params)
             # On their way while the shared ones compute.
             request_experts(x, routing, hidden, index, self.expert, weights)
@@ -119,6 +125,10 @@ class DeepSeek(LatentDecoder):
             ignored=prediction_layers(config),
         )
 
+    def norm_params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Of a norm before attention, or before a router."""
+        return (self.norm.param("norm", f"{at}weight"),)
+
     def attention_params(self, index: int, at: str) -> tuple[ParamSpec, ...]:
         """Of layer `index`, called `at` + kv_a_proj_with_mqa and so on."""
         return self.attention.params(at)
@@ -128,16 +138,16 @@ class DeepSeek(LatentDecoder):
         at = f"model.layers.{index}."
         yield attention_block(
             index,
-            self.norm.param("norm", f"{at}input_layernorm.weight"),
+            *self.norm_params(f"{at}input_layernorm."),
             *self.attention_params(index, f"{at}self_attn."),
         )
-        norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if not self.sparse[index]:
+            norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
             yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}mlp."))
             return
         yield router_block(
             index,
-            norm,
+            *self.norm_params(f"{at}post_attention_layernorm."),
             *self.router.params(f"{at}mlp.gate"),
             *self.shared.params(f"{at}mlp.shared_experts."),
         )

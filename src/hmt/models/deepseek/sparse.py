@@ -72,17 +72,24 @@ class DeepSeekV32(DeepSeekV3):
         if not self._indexes[index]:
             runs, selection = self._last
             assert runs is step.segments, "layers of a step are computed in order"
-        x, selection = self._selecting(
-            self.norm(hidden, params["norm"]),
-            index,
-            self.spec.index_layer(index),
-            step,
-            params,
-            kv,
-            selection,
-        )
+        keys = self.spec.index_layer(index)
+        x, selection = self._attend(hidden, index, keys, step, params, kv, selection)
         self._last = step.segments, selection
         return x
+
+    def _attend(
+        self,
+        hidden: Tensor,
+        index: int,
+        keys: int,
+        step: Step,
+        params: Params,
+        kv: KVCache,
+        selection: Selection | None,
+    ) -> tuple[Tensor, Selection]:
+        """Attention to the norm of hidden, and what was selected; `selection` as it is given."""
+        x = self.norm(hidden, params["norm"])
+        return self._selecting(x, index, keys, step, params, kv, selection)
 
 
 class GlmMoeDsa(DeepSeekV32):
