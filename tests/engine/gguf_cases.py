@@ -54,6 +54,14 @@ KDA: dict[str, Any] = {
     "q_lora_rank": None,
     "n_shared_experts": 1,
 }
+INDEX: dict[str, Any] = SMALL | {
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 32,
+    "num_key_value_heads": 4,
+    "mlp_layer_types": ["dense", "sparse"],
+    "first_k_dense_replace": 1,
+}
 CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 # (type of transformers, fields beside every_type's) by architecture and what is special.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -144,6 +152,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm3": ("minicpm3", SMALL | {"v_head_dim": 16}),
     "arcee": ("arcee", SMALL),
     "gemma4": ("gemma4_text, large", {"final_logit_softcapping": 30.0}),
+    "gemma4, rows of layers": (
+        "gemma4_text",
+        {
+            "use_double_wide_mlp": True,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "per_layer_config": {1: {"head_dim": 16}, 3: {"head_dim": 16}},
+        },
+    ),
     "gemma4, experts": ("gemma4_text, experts", {}),
     "afmoe": ("afmoe", {"mup_enabled": True}),
     "starcoder": ("gpt_bigcode", SMALL | {"n_layer": 2}),
@@ -185,6 +202,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2, as wide as given": ("lfm2", CONV | {"block_auto_adjust_ff_dim": False}),
     "lfm2moe": ("lfm2_moe", CONV | {"num_dense_layers": 1}),
     "deepseek2, lite": ("glm4_moe_lite", SMALL),
+    "deepseek32": ("deepseek_v32", INDEX),
+    "glm-dsa": ("glm_moe_dsa", INDEX | {"indexer_types": ["full", "shared"]}),
     "kimi-linear": ("kimi_linear", KDA),
     "bailingmoe3": ("bailing_hybrid", KDA | {"head_dim": 16, "kda_safe_gate": True}),
     "mamba": ("mamba", SMALL | MAMBA),
@@ -226,6 +245,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "afmoe": {"route_norm": True},
     "dots1": {"scoring_func": "sigmoid"},
     "deepseek2, lite": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    "deepseek32": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
+    "glm-dsa": {"scoring_func": "sigmoid", "first_k_dense_replace": 1},
     "exaone-moe": {"scoring_func": "sigmoid"},
     "granitehybrid": {
         "layer_types": ["mamba", "attention", "mamba", "mamba"],

@@ -31,6 +31,7 @@ LAYERS = (
     KVLayer(KVKind.FULL, 2, 8, 8),
     KVLayer(KVKind.SLIDING, 2, 8, 8, window=37),
     KVLayer(KVKind.LATENT, 1, 16, 8),
+    KVLayer(KVKind.INDEX, 1, 16, 16),
 )
 CHUNK, SEQUENCES = 48, 4
 HOT = min_device_pages(CHUNK, SEQUENCES, PinnedPages())
@@ -129,9 +130,9 @@ class Texts:
             query = self.randn(tokens, 4, layer.key_dim)
             key = self.randn(tokens, layer.heads, layer.key_dim)
             value = self.randn(tokens, layer.heads, layer.value_dim)
-            if layer.kind is KVKind.LATENT:
+            if not layer.has_values:
                 value = key[..., : layer.value_dim]
-            kept = None if layer.kind is KVKind.LATENT else value
+            kept = value if layer.has_values else None
             sinks = self.randn(4) if index == 2 else None
             self.cache.append(index, step, key, kept)
             out = self.cache.attend(index, step, query, scale=0.3, softcap=5.0, sinks=sinks)
@@ -153,6 +154,11 @@ class Texts:
             keys, values = self.cache.read(index, run)
             wanted = self.rows[sequence][index][seen]
             assert torch.equal(torch.cat((keys, values), -1)[seen], wanted)
+            if not layer.window:
+                chosen = torch.rand(self.length(sequence), generator=self.random) < 0.3
+                positions = chosen.nonzero().flatten()
+                found = self.cache.gather(index, run, positions)
+                assert torch.equal(found, self.rows[sequence][index][positions, :, : keys.shape[2]])
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ _MORE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Of a type that publishes models of several kinds, one that its defaults are not.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "axk2, groups": ("axk2", {"n_group": 2, "topk_group": 1}),
     "gemma4_text, large": (
         "gemma4_text",
         {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,

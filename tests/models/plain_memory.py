@@ -167,9 +167,14 @@ class PlainKV:
 
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]
-        assert len(key) == run.context
+        assert len(key) >= run.context
         value = self.values.get((layer, run.sequence), key[..., : self.layers[layer].value_dim])
-        return key, value
+        return key[: run.context], value[: run.context]
+
+    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+        assert not len(positions) or positions[-1] < run.context
+        assert (positions.diff() > 0).all(), "ascending"
+        return self.keys[layer, run.sequence][positions]
 
 
 class Bench:
@@ -213,6 +218,8 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         for name, tensor in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(normal(tensor, 0.2))
+            if name.endswith("layer_scalar"):
+                tensor.copy_(tensor + normal(tensor, 0.2))
 
 
 def random_reference(config: Any, seed: int, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:

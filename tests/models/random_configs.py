@@ -98,6 +98,30 @@ def _gemma3(rng: random.Random) -> Iterator[dict[str, Any]]:
     )
 
 
+def _gemma4(rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Embeddings of each layer and shared keys; then without either; then keys that are values."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    sizes = {"head_dim": 8, "global_head_dim": 12, "sliding_window": 6, "num_hidden_layers": 6}
+    small = {"hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": 700}
+    yield _dense(
+        rng, **sizes, **small, layer_types=kinds, num_kv_shared_layers=3, use_double_wide_mlp=True,
+        final_logit_softcapping=3.0, tie_word_embeddings=True,
+    )  # fmt: skip
+    yield _dense(
+        rng, **sizes, hidden_size_per_layer_input=0, vocab_size_per_layer_input=700,
+        attention_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    yield _dense(
+        rng, **sizes, **small, layer_types=kinds, num_kv_shared_layers=0, attention_k_eq_v=True,
+        num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1, hidden_size=40,
+    )  # fmt: skip
+    wide = sizes | {"num_hidden_layers": 5, "sliding_window": 16}
+    yield _dense(
+        rng, **wide, **small, layer_types=["full_attention", *kinds[:3], "full_attention"],
+        num_kv_shared_layers=2, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
 def _mixtral(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _dense(rng, num_local_experts=5, num_experts_per_tok=2)
     yield _dense(rng, num_local_experts=4, num_experts_per_tok=3, sliding_window=6)
@@ -208,6 +232,41 @@ def _deepseek_v3(rng: random.Random) -> Iterator[dict[str, Any]]:
     )
 
 
+def _deepseek_v32(rng: random.Random) -> Iterator[dict[str, Any]]:
+    # Contexts of the tests go past what is selected, and begin below it.  So many heads leave no
+    # position without a score: of equal ones transformers selects others in other steps.
+    both_ways = {"kv_lora_rank": 40, "qk_nope_head_dim": 6, "v_head_dim": 6}
+    both_ways["qk_rope_head_dim"] = 4
+    yield _latent(
+        rng, **both_ways, n_group=4, topk_group=2, index_topk=9, index_head_dim=16, index_n_heads=16
+    )
+    yield _latent(
+        rng, n_group=1, topk_group=1, index_topk=1, index_head_dim=8, index_n_heads=15,
+        attention_bias=True, tie_word_embeddings=True,
+    )  # fmt: skip
+    yield _latent(
+        rng, **both_ways, n_group=3, topk_group=2, index_topk=16, index_head_dim=12,
+        index_n_heads=17, mlp_layer_types=["sparse", "dense", "sparse"], **_rope(DEEPSEEK_YARN),
+    )  # fmt: skip
+
+
+def _axk2(rng: random.Random) -> Iterator[dict[str, Any]]:
+    index = {"index_head_dim": 16, "index_n_heads": 16}
+    yield _latent(rng, **index, index_topk=9, gated_norm_rank=6)
+    yield _latent(rng, **index, index_topk=14, gated_norm_rank=3, attention_bias=True)
+    yield _latent(rng, **index, index_topk=6, norm_topk_prob=False, **_rope(DEEPSEEK_YARN))
+
+
+def _glm_moe_dsa(rng: random.Random) -> Iterator[dict[str, Any]]:
+    sizes = {"index_head_dim": 16, "index_n_heads": 16, "num_hidden_layers": 4}
+    yield _latent(rng, **sizes, n_group=1, topk_group=1, index_topk=10, index_topk_pattern="FSFS")
+    yield _latent(rng, **sizes, n_group=1, topk_group=1, index_topk=5, norm_topk_prob=False)
+    yield _latent(
+        rng, **sizes, n_group=4, topk_group=2, index_topk=12, index_topk_freq=3,
+        index_skip_topk_offset=1, attention_bias=True,
+    )  # fmt: skip
+
+
 def _gpt_oss(rng: random.Random) -> Iterator[dict[str, Any]]:
     sparse = {"num_local_experts": 5, "head_dim": 10, "sliding_window": 6}
     yield _dense(rng, **sparse, num_experts_per_tok=2)  # rotary positions as published: YaRN
@@ -235,6 +294,11 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "qwen3_5_moe_text": _qwen3_5_moe,
     **STATE_SPACES,
     **linear_attention_configs.FAMILIES,
+    # Sizes are drawn by a family's number: new ones come last.
+    "deepseek_v32": _deepseek_v32,
+    "glm_moe_dsa": _glm_moe_dsa,
+    "axk2": _axk2,
+    "gemma4_text": _gemma4,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hmt.contracts.machine import ComputeRates
-from hmt.layers.mla import LatentAttention
+from hmt.layers import LatentAttention
 from hmt.planner.cost.attention_cost import (
     AttentionWork,
     attention_ops,
@@ -26,6 +26,7 @@ def load_of(attention: LatentAttention) -> LayerWork:
     spec = SimpleNamespace(
         kv=(attention.kv,),
         kv_layers={0: attention.kv},
+        kv_sources={},
         state_layers={},
         attention_heads=attention.heads,
     )

@@ -1,8 +1,8 @@
 """What a model is to everyone who does not compute it: sizes, blocks, KV per layer."""
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf, prod
 from typing import Protocol
 
@@ -30,15 +30,19 @@ class KVKind(enum.StrEnum):
     FULL = "full"
     SLIDING = "sliding"  # only the last `window` positions are attended to
     LATENT = "latent"  # MLA: one compressed row per token, keys and values in one
+    INDEX = "index"  # of an indexer: one key per token, which selects what is attended to
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
     """The KV that one layer keeps per token: `heads` rows of `key_dim`, and of `value_dim`.
 
-    For LATENT the value is the first `value_dim` numbers of the key and is not stored twice.
+    For LATENT the value is the first `value_dim` numbers of the key and is not stored twice; for
+    INDEX there is none, and `value_dim` is `key_dim`.
 
     expanded_dim   numbers of a query head's own key and value, which prompts make of a latent
+    selected       positions that a token attends to at most, which an indexer selects; 0: all
+    query_heads    of an indexer, each of which scores every key of INDEX
     """
 
     kind: KVKind
@@ -47,12 +51,18 @@ class KVLayer:
     value_dim: int
     window: int = 0
     expanded_dim: int = 0
+    selected: int = 0
+    query_heads: int = 0
+
+    @property
+    def has_values(self) -> bool:
+        """Whether values are stored beside keys."""
+        return self.kind not in (KVKind.LATENT, KVKind.INDEX)
 
     @property
     def row_width(self) -> int:
         """Numbers stored per token."""
-        value = 0 if self.kind is KVKind.LATENT else self.value_dim
-        return self.heads * (self.key_dim + value)
+        return self.heads * (self.key_dim + (self.value_dim if self.has_values else 0))
 
     @property
     def made_dim(self) -> int:
@@ -116,7 +126,12 @@ class ModelSpec:
     experts_per_token   routed experts that one token reads in each layer that has experts
     together            whether a step of few tokens computes all layers in one call, where all
                         their blocks stay in host memory
+    uncaptured          why a device's steps cannot be recorded once and replayed; "": they can
+    gathered_width      numbers of KV rows, and copies of them, that a layer gathers at once
     kv                  by layer; None: it keeps no KV
+    kv_sources          by layer without KV of its own that attends: the layer whose KV it uses
+    index_keys          by layer: keys of its indexer, which lie beside its KV; () where no layer
+                        has any
     state               by layer: recurrent state; () where no layer has any
     """
 
@@ -131,17 +146,34 @@ class ModelSpec:
     attention_heads: int = 1
     piece_width: int = 0
     experts_per_token: int = 0
-    capturable: bool = True  # a device's steps can be recorded once and replayed
+    uncaptured: str = ""
+    gathered_width: int = 0
     together: bool = True
     remarks: tuple[str, ...] = ()  # what the user should know of how it runs
     ignored: tuple[str, ...] = ()  # regexes of checkpoint tensors that are known and not needed
     rotary_border: RotaryBorder | None = None
     state: tuple[LayerState, ...] = ()
+    index_keys: tuple[KVLayer | None, ...] = ()
+    kv_sources: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def kv_layers(self) -> dict[int, KVLayer]:
-        """What those layers keep per token that keep KV, by index."""
-        return {index: layer for index, layer in enumerate(self.kv) if layer is not None}
+        """What those layers keep per token that keep KV, by index; index keys by `index_layer`."""
+        kept = {index: layer for index, layer in enumerate(self.kv) if layer is not None}
+        keys = enumerate(self.index_keys, self.layers)
+        return kept | {number: layer for number, layer in keys if layer is not None}
+
+    def index_layer(self, layer: int) -> int:
+        """The number by which a KV cache knows the index keys of `layer`."""
+        return self.layers + layer
+
+    def by_kv_layer(self, known: Mapping[int, int]) -> dict[int, int]:
+        """What is `known` by layer, also of the index keys of these layers."""
+        return {**known, **{self.index_layer(layer): value for layer, value in known.items()}}
+
+    def kv_layers_of(self, members: Collection[int]) -> dict[int, KVLayer]:
+        """`kv_layers` of some of the model's layers."""
+        return {i: layer for i, layer in self.kv_layers.items() if i % self.layers in members}
 
     @property
     def state_layers(self) -> dict[int, LayerState]:

@@ -266,3 +266,11 @@ class KVCache(Protocol):
         May be copies; valid until the next append.  For LATENT, value is a slice of key.
         """
         ...
+
+    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+        """Keys of some of a run's positions, read from where they lie: [positions, heads, key_dim].
+
+        positions   int64 [positions], ascending, where layers compute; all before `run.context`
+        Copies, in the dtype of `read`.  For LATENT they have the values.
+        """
+        ...

@@ -36,6 +36,7 @@ from hmt.kernels.reference.kv_pages import (
     PageLayout,
     Pages,
     read_pages,
+    read_rows,
 )
 
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])
@@ -75,6 +76,8 @@ attention = by_device_of("query", reference.attention)
 paged_attention = by_device_of("query", reference.paged_attention)
 paged_attention_output = by_device_of("query", reference.paged_attention_output)
 attend_part = by_device_of("query", reference.attend_part)
+index_topk = by_device_of("query", reference.index_topk)
+selected_attention = by_device_of("query", reference.selected_attention)
 page_masses = by_device_of("query", reference.page_masses)
 append_attend_pages = by_device_of("heads", reference.append_attend_pages)
 attention_inputs = by_device_of("hidden", reference.attention_inputs)

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import torch
 
-from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
+from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.kernels import ops
 from hmt.kernels.backend_registry import backend_on
 
@@ -32,6 +32,6 @@ def layout_of(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) -
 
     Words of 16 tokens for compiled kernels, plain rows for those of GPUs.
     """
-    latent = layer.kind is KVKind.LATENT
     dims = layer.heads, layer.key_dim, layer.value_dim
-    return ops.PageLayout(encoding, *dims, latent, rows=not backend_on(where).on_host)
+    rows = not backend_on(where).on_host
+    return ops.PageLayout(encoding, *dims, latent=not layer.has_values, rows=rows)

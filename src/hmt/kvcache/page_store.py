@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from hmt.contracts.model import PAGE_TOKENS, KVLayer
+from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
 from hmt.kernels import ops, page_copies
 from hmt.kvcache.page_layout import kinds_of, layout_of
 from hmt.memory.device import wait_for_stream
@@ -39,11 +39,15 @@ class Pool(Protocol[_B]):
 
 @dataclass(frozen=True, slots=True)
 class KeptLayer:
-    """Where a layer's pages are: those of all layers of its kind, and its own place among them."""
+    """Where a layer's pages are: those of all layers of its kind, and its own place among them.
+
+    attended   whether tokens attend to what they hold, which are no index keys
+    """
 
     pages: ops.Pages
     slot: int
     window: int
+    attended: bool = True
 
 
 class PageStore:
@@ -91,8 +95,10 @@ class PageStore:
                 self.staged |= dict.fromkeys(members, ops.Pages(layout, own))
             pages = ops.Pages(layout, extents[: self.count])
             self.kinds.append((pages, members))
+            attended = layer.kind is not KVKind.INDEX
             self.layers |= {
-                index: KeptLayer(pages, i, layer.window) for i, index in enumerate(members)
+                index: KeptLayer(pages, i, layer.window, attended)
+                for i, index in enumerate(members)
             }
 
     def take(self, numbers: torch.Tensor, source: "PageStore", theirs: torch.Tensor) -> None:

@@ -97,6 +97,11 @@ class PagedKV:
             self._state.release()
 
     @property
+    def where(self) -> torch.device:
+        """Of the pages."""
+        return self._store.device
+
+    @property
     def states(self) -> StateStore | None:
         """Recurrent state of its layers; None where they have none."""
         return self._state
@@ -190,6 +195,12 @@ class PagedKV:
         pages = round_up(run.context, PAGE_TOKENS) // PAGE_TOKENS
         table = self._table(run.sequence)[:pages]
         return ops.read_pages(kept.pages, kept.slot, table, run.context)
+
+    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+        """See KVCache."""
+        kept = self._layers[layer]
+        numbers = self._table(run.sequence)[positions // PAGE_TOKENS]
+        return ops.read_rows(kept.pages, kept.slot, numbers, positions % PAGE_TOKENS)
 
     def _table(self, sequence: int) -> torch.Tensor:
         return self._tables.table(sequence, self.allocator.pages(sequence))

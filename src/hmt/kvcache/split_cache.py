@@ -42,8 +42,10 @@ class SplitKVCache:
         self._of(layer).append(layer, step, key, value)
 
     def attend(self, layer: int, step: Step, query: torch.Tensor, **options: Any) -> torch.Tensor:
-        """See KVCache."""
-        return self._of(layer).attend(layer, step, query, **options)
+        """See KVCache.  The query of a layer that uses another's pages goes to where they are."""
+        cache = self._of(layer)
+        there = query.to(cache.where)
+        return cache.attend(layer, step, there, **options).to(query.device)
 
     def append_attend(
         self, layer: int, step: Step, heads: torch.Tensor, **options: Any
@@ -72,6 +74,10 @@ class SplitKVCache:
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         return self._of(layer).read(layer, run)
+
+    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+        """See KVCache."""
+        return self._of(layer).gather(layer, run, positions)
 
     def _of(self, layer: int) -> PagedKV | TieredKV:
         return self._by_device[self._layer_devices.get(layer)]

@@ -5,11 +5,12 @@ from hmt.layers.delta_attention import DeltaAttention
 from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.latent import Indexer, LatentAttention, Selection, SparseLatentAttention
+from hmt.layers.layer_embedding import LayerEmbedding
 from hmt.layers.lightning_attention import LightningAttention, lightning_decays
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mamba import Mamba
 from hmt.layers.mamba2 import Mamba2
-from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
     BiasedSigmoidRouter,
     GroupedSoftmaxRouter,
@@ -22,7 +23,7 @@ from hmt.layers.moe import (
     routed_experts,
     router_inputs,
 )
-from hmt.layers.norm import RMSNorm
+from hmt.layers.norm import GatedRMSNorm, RMSNorm
 from hmt.layers.post_norm_attention import PostNormAttention
 from hmt.layers.rope import (
     NoRotary,
@@ -32,5 +33,6 @@ from hmt.layers.rope import (
     common_border,
     yarn_mscale,
 )
+from hmt.layers.sharing_attention import SharingAttention
 from hmt.layers.short_conv import ShortConv
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers

@@ -1,8 +1,10 @@
 """Root mean square norm."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.nn.functional import silu
 
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.encoding import WeightTensor
@@ -36,3 +38,31 @@ class RMSNorm:
     def add(self, residual: Tensor, x: Tensor, weight: WeightTensor) -> Tensor:
         """residual += x, in place; the norm of the sum [..., width]."""
         return ops.add_rms_norm(residual, x, weight.data, self.eps, offset=self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedRMSNorm:
+    """y * sigmoid(up(silu(down(y)))) of a norm's y: a gate of low rank (A.X-K2).
+
+    rank   numbers between `down` and `up`
+    name   of the norm's weight in its block, which the names of the others begin with
+    """
+
+    norm: RMSNorm
+    rank: int
+    name: str = "norm"
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Parameters, called `at` + norm, W_down and W_up in the checkpoint."""
+        width, rank = self.norm.width, self.rank
+        return (
+            self.norm.param(self.name, f"{at}norm.weight"),
+            ParamSpec(f"{self.name}_down", (rank, width), (f"{at}W_down.weight",)),
+            ParamSpec(f"{self.name}_up", (width, rank), (f"{at}W_up.weight",)),
+        )
+
+    def __call__(self, x: Tensor, params: Mapping[str, WeightTensor]) -> Tensor:
+        """x [tokens, width] normed and gated, in x.dtype."""
+        y = self.norm(x, params[self.name])
+        low = silu(ops.linear(y, params[f"{self.name}_down"]))
+        return ops.sigmoid_gated(y, ops.linear(low, params[f"{self.name}_up"]))

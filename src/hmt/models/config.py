@@ -50,8 +50,12 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _COUNTS = (
+    "gated_norm_rank",
     "hidden_size",
     "head_dim",
+    "index_head_dim",
+    "index_n_heads",
+    "index_topk",
     "intermediate_size",
     "kv_lora_rank",
     "linear_head_dim",
@@ -121,11 +125,23 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
     read = as_transformers_reads(config, model_type)
     check_counts(read)
     heads = getattr(read, "num_attention_heads", 0)  # none: a model without attention
-    if heads and heads % read.num_key_value_heads:
-        raise CheckpointError(
-            f"{heads} query heads cannot share {read.num_key_value_heads} key-value heads evenly"
-        )
+    for layer in _kinds_of_layers(read) if heads else ():
+        if heads % layer.num_key_value_heads:
+            raise CheckpointError(
+                f"{heads} query heads cannot share {layer.num_key_value_heads} key-value heads "
+                "evenly"
+            )
     return read
+
+
+def _kinds_of_layers(config: Config) -> list[Config]:
+    """The configuration; of one in which layers differ, that of each kind of them."""
+    kinds = getattr(config, "per_layer_config", None)
+    if kinds is None:
+        return [config]
+    for index in range(config.num_hidden_layers):
+        check_counts(kinds[index])
+    return [kinds[index] for index in range(config.num_hidden_layers)]
 
 
 def as_transformers_reads(config: Mapping[str, Any], model_type: str) -> Config:
@@ -242,7 +258,9 @@ def rotary(config: Config, layer_type: str | None = None) -> Rotary:
             )
         check_options(parameters)
         _check_partial(config, parameters)
-        return Rotary(head_dim(config), parameters, config.max_position_embeddings)
+        # In some families layers of other types have heads of other widths.
+        dim = head_dim(_layer_config(config, layer_type))
+        return Rotary(dim, parameters, config.max_position_embeddings)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
             f"rope_parameters {parameters} cannot be used: {type(error).__name__} {error}"
@@ -269,7 +287,16 @@ def rotaries(config: Config) -> list[Rotary]:
     parameters = getattr(config, "rope_parameters", None) or {}
     if "rope_type" in parameters:
         return [rotary(config)]
-    return [rotary(config, layer_type) for layer_type in sorted(parameters)]
+    used = set(getattr(config, "layer_types", None) or parameters)
+    return [rotary(config, layer_type) for layer_type in sorted(used & set(parameters))]
+
+
+def _layer_config(config: Config, layer_type: str | None) -> Config:
+    """That of layers of a type, where they may differ from others."""
+    kinds, types = getattr(config, "per_layer_config", None), getattr(config, "layer_types", None)
+    if kinds is None or not types or layer_type not in types:
+        return config
+    return kinds[types.index(layer_type)]
 
 
 def max_context(config: Config) -> int:

@@ -1,7 +1,7 @@
 """What all families share: the embedding, the output layer, and the model's sizes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from hmt.models.config import Config, max_context, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
 _OUTPUT = "lm_head.weight"
+_NO_SOURCES: Mapping[int, int] = {}
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
 
 
@@ -44,16 +45,22 @@ class Decoder(ABC, Model):
         table_name: str = "model.embed_tokens.weight",
         embedding_factor: float = 1.0,
         logit_factor: float = 1.0,
+        logit_softcap: float | None = None,
+        tables: Sequence[BlockSpec] = (),
+        uncaptured: str = "",
+        kv_sources: Mapping[int, int] = _NO_SOURCES,
     ) -> None:
         """`norm` is the final norm, called `norm_name` in checkpoints; the rest is as in ModelSpec.
 
         `table_name` is the embedding's name there; embeddings and logits are multiplied with
-        `embedding_factor` and `logit_factor`.
+        `embedding_factor` and `logit_factor`; logits are bounded by `logit_softcap`.
+        `tables` are looked up besides the embedding.
         `kv` has one entry per layer; `router` is that of layers with experts, whose blocks come
         from `router_block`.
         """
         self.dtype = dtype
         self._embedding_factor, self._logit_factor = embedding_factor, logit_factor
+        self._logit_softcap = logit_softcap
         self._norm = norm
         self._router = router
         self._rotaries = rotaries(config)  # of all layer types, for `angles`
@@ -67,6 +74,7 @@ class Decoder(ABC, Model):
             max_context=max_context(config),
             blocks=(
                 _embedding(config, table_name),
+                *tables,
                 *(block for index in range(layers) for block in self.layer_params(index)),
                 *_head(config, norm, norm_name, table_name),
             ),
@@ -77,6 +85,8 @@ class Decoder(ABC, Model):
             experts_per_token=0 if router is None else router.top_k,
             together=all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
+            uncaptured=uncaptured,
+            kv_sources=kv_sources,
             state=tuple(state),
             rotary_border=common_border(rotary.border for rotary in self._rotaries),
         )
@@ -136,7 +146,10 @@ class Decoder(ABC, Model):
         return self._scaled(logits.float())
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        return logits if self._logit_factor == 1 else logits * self._logit_factor
+        logits = logits if self._logit_factor == 1 else logits * self._logit_factor
+        if self._logit_softcap is None:
+            return logits
+        return logits.div_(self._logit_softcap).tanh_().mul_(self._logit_softcap)
 
     @override
     def angles(self, step: Step) -> tuple[int, ...]:

@@ -46,13 +46,13 @@ class Gemma3(Decoder):
         self.ffn = ResidualFFN(gated, self.norm, post_norm=True)
         # Rounded to the dtype of activations: in bf16, sqrt(3840) is 62.0, as it was in training.
         self.embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=dtype)
-        self.logit_softcap = config.final_logit_softcapping
         super().__init__(
             config,
             dtype,
             norm=self.norm,
             kv=[layer.kv for layer in self.attention],
             activation_width=max(self.attention[0].activation_width, self.ffn.activation_width),
+            logit_softcap=config.final_logit_softcapping,
         )
 
     @override
@@ -88,10 +88,3 @@ class Gemma3(Decoder):
             x = self.norm(x, params["post_norm"])
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:
             return self.ffn(hidden, x, params)
-
-    @override
-    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        logits = super().head(hidden, weights)
-        if self.logit_softcap is None:
-            return logits
-        return logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)

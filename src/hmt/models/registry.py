@@ -10,8 +10,9 @@ import torch
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
-from hmt.models.deepseek import DeepSeekV2, DeepSeekV3
+from hmt.models.deepseek import AXK2, DeepSeekV2, DeepSeekV3, DeepSeekV32, GlmMoeDsa
 from hmt.models.gemma3 import Gemma3
+from hmt.models.gemma4 import Gemma4
 from hmt.models.gpt_oss import GptOss
 from hmt.models.lfm2 import Lfm2, Lfm2Moe
 from hmt.models.linear_attention import (
@@ -42,13 +43,17 @@ from hmt.models.state_space import (
 
 # `architectures` entry of config.json -> (model_type of transformers, family)
 _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
+    "AXK2ForCausalLM": ("axk2", AXK2),
     "BailingHybridForCausalLM": ("bailing_hybrid", BailingHybrid),
     "BambaForCausalLM": ("bamba", Bamba),
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
+    "DeepseekV32ForCausalLM": ("deepseek_v32", DeepSeekV32),
     "FalconH1ForCausalLM": ("falcon_h1", FalconH1),
     "FalconMambaForCausalLM": ("falcon_mamba", MambaLM),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
+    "Gemma4ForCausalLM": ("gemma4_text", Gemma4),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", GlmMoeDsa),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
     "JambaForCausalLM": ("jamba", Jamba),
@@ -119,7 +124,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
             return model
         names = config.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
-        if not isinstance(name, str) or name not in _FAMILIES:
+        if not isinstance(name, str) or name not in _FAMILIES or _is_left(name, config):
             return _open_other(config, name, dtype)
         model_type, family = _FAMILIES[name]
         return _checked(family(read_config(config, model_type), dtype))
@@ -173,6 +178,13 @@ def _one_axis(parameters: Any) -> Any:
         key: "default" if key in ("type", "rope_type") and value == "mrope" else value
         for key, value in parameters.items()
     }
+
+
+def _is_left(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether transformers' modules compute it: Gemma 4 with experts, A.X-K2 with their groups."""
+    if name == "AXK2ForCausalLM":
+        return config.get("n_group") not in (None, 1)
+    return name == "Gemma4ForCausalLM" and bool(config.get("enable_moe_block"))
 
 
 def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -56,7 +56,7 @@ def open_kv(
         device: Device | None = None,
         allocator: KVAllocator | None = None,
     ) -> PagedKV | TieredKV:
-        layers = {i: layer for i, layer in spec.kv_layers.items() if i in members}
+        layers = spec.kv_layers_of(members)
         state = None
         if slots is not None:
             state = StateStore(
@@ -69,8 +69,7 @@ def open_kv(
                 chunk=plan.max_prefill_tokens,
             )
         if plan.kv_tiers is None or allocator is not None:
-            positions, dtype = plan.kv_tokens, model.dtype
-            return PagedKV(layers, positions, dtype, pool, encoding, allocator, state)
+            return PagedKV(layers, plan.kv_tokens, model.dtype, pool, encoding, allocator, state)
         return open_tiered(
             layers,
             plan.kv_tiers,
@@ -101,7 +100,9 @@ def open_kv(
         allocator = next((cache.allocator for cache in caches.values()), None)
         caches[None] = opened(here, host, allocator=allocator)
         stack.callback(caches[None].release)
-    return caches.popitem()[1] if len(caches) == 1 else SplitKVCache(caches, stage_devices)
+    if len(caches) == 1:
+        return caches.popitem()[1]
+    return SplitKVCache(caches, spec.by_kv_layer(stage_devices))
 
 
 def selection_of(config: EngineConfig) -> float | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from hmt.base.errors import ConfigError
-from hmt.contracts.model import KVKind, Model
+from hmt.contracts.model import Model
 from hmt.engine.config import KV_ENCODINGS
 from hmt.engine.loading.source import Source
 from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DiskCodecName, weights_of
@@ -92,9 +92,8 @@ def see_text(model: KVSource, text: Sequence[int], *see: Callable[..., None]) ->
 
     def look(index: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if not layers[index].window:
-            latent = layers[index].kind is KVKind.LATENT
             for one in see:
-                one(index, key, None if latent else value)
+                one(index, key, value if layers[index].has_values else None)
 
     if text:
         model.keys_and_values(text, look)

@@ -74,6 +74,20 @@ GEMMA4_NAMES: Final = FOUR_NORMS | {
     "ffn_gate_up_exps.weight": "experts.gate_up_proj",
     "ffn_down_exps.weight": "experts.down_proj",
     "ffn_down_exps.scale": "router.per_expert_scale",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+GEMMA4_TRUNK: Final = TRUNK | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}
+INDEXER: Final = {
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
 }
 QUERY_NORMS: Final = {
     "attn_q_norm": "self_attn.query_layernorm",

@@ -53,8 +53,10 @@ from hmt.formats.gguf.special import (
     PHI3,
     PHIMOE,
     deepseek2,
+    deepseek32,
     falcon,
     gemma4,
+    glm_dsa,
     granitemoe,
     llama,
     mellum,
@@ -134,6 +136,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         epsilon=(LAYER_NORM, "layer_norm_eps"),
     ),
     "deepseek2": deepseek2,
+    "deepseek32": deepseek32,
     "dots1": Architecture(
         "Dots1ForCausalLM",
         "dots1",
@@ -191,6 +194,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gemma4": gemma4,
+    "glm-dsa": glm_dsa,
     "glm4": Architecture(
         "Glm4ForCausalLM",
         "glm4",

@@ -8,8 +8,10 @@ from hmt.formats.gguf.architecture import (
     EXPERTS,
     FOUR_NORMS,
     GEMMA4_NAMES,
+    GEMMA4_TRUNK,
     GRANITE,
     GRANITE_MOE,
+    INDEXER,
     LATE_NORMS,
     LAYER_NORM,
     MIXTRAL,
@@ -34,6 +36,7 @@ from hmt.formats.gguf.rope import rope_parameters
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
 _NO_GROUPS, _V3_EXPERTS, _V3_GROUPS = (1, 1), 256, (8, 4)
+_GLM_5_2_POSITIONS = 1 << 20  # from which on layers share what is selected
 _GELU: Final = "gelu_pytorch_tanh"
 _ORIGINAL: Final = "rope.scaling.original_context_length"
 
@@ -149,9 +152,21 @@ def _gemma4_rope(keys: Keys, config: Config) -> dict[str, Any]:
     return {"full_attention": full, "sliding_attention": local}
 
 
+def _gemma4_widths(keys: Keys, layers: int, sharing: int) -> tuple[int, bool]:
+    """How wide networks are, and whether those of layers that share keys are twice as wide."""
+    widths = keys.by_layer("feed_forward_length", layers)
+    own, others = set(widths[: layers - sharing]), set(widths[layers - sharing :])
+    width = min(own, default=0)
+    if own != {width} or others not in ({width}, {2 * width}, set()):
+        raise keys.unread("feed_forward_length", "which HMT computes alike in alike layers")
+    return width, others == {2 * width}
+
+
 def gemma4(keys: Keys) -> Architecture:
-    """Gemma 4, dense or with experts; embeddings for each layer are refused by the model."""
+    """Gemma 4, dense, with embeddings of each layer, or with experts."""
     layers = keys.count("block_count")
+    sharing = keys.number("attention.shared_kv_layers", 0)
+    width, wide = _gemma4_widths(keys, layers, sharing)
     slides = keys.windows(6, layers)
     heads = keys.by_layer("attention.head_count_kv", layers)
     of: dict[bool, set[int]] = {True: set(), False: set()}
@@ -171,8 +186,10 @@ def gemma4(keys: Keys) -> Architecture:
         "layer_types": layer_types(6),
         "final_logit_softcapping": number("final_logit_softcapping", None),
         "hidden_size_per_layer_input": number("embedding_length_per_layer_input", 0),
-        "num_kv_shared_layers": number("attention.shared_kv_layers", 0),
-        "use_double_wide_mlp": False,
+        "vocab_size_per_layer_input": same("vocab_size"),
+        "num_kv_shared_layers": sharing,
+        "intermediate_size": width,
+        "use_double_wide_mlp": wide,
         "enable_moe_block": bool(keys.number("expert_count", 0)),
         "rope_parameters": _gemma4_rope,
     }
@@ -186,7 +203,14 @@ def gemma4(keys: Keys) -> Architecture:
             "moe_intermediate_size": count("expert_feed_forward_length"),
         }
     return Architecture(
-        "Gemma4ForCausalLM", "gemma4_text", fields, GEMMA4_NAMES, rotary=False, proportional=True
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        fields,
+        GEMMA4_NAMES,
+        GEMMA4_TRUNK,
+        rotary=False,
+        proportional=True,
+        widths=True,
     )
 
 
@@ -362,19 +386,70 @@ MINIMAX_M2: Final = Architecture(
 
 def deepseek2(keys: Keys) -> Architecture:
     """DeepSeek V2; with sigmoids for routers V3 and R1."""
-    turned = keys.count("rope.dimension_count")
-    query = keys.count("attention.key_length_mla", keys.count("attention.key_length"))
-    experts = keys.count("expert_count")
-    sigmoid = keys.number("expert_gating_func", 1) == SIGMOID
+    fields, groups = _latent(keys), _groups(keys, _V3_GROUPS)
+    if keys.number("expert_gating_func", 1) == SIGMOID:
+        fields |= groups | {"rope_interleave": True}
+        fields["norm_topk_prob"] = flag("expert_weights_norm", True)
+        return Architecture("DeepseekV3ForCausalLM", "deepseek_v3", fields)
+    fields |= groups | {
+        "norm_topk_prob": flag("expert_weights_norm", False),
+        "topk_method": "group_limited_greedy" if groups["n_group"] > 1 else "greedy",
+        "mlp_bias": False,
+    }
+    return Architecture("DeepseekV2ForCausalLM", "deepseek_v2", fields)
+
+
+_INDEXER_FIELDS: Final = {
+    "index_n_heads": count("attention.indexer.head_count"),
+    "index_head_dim": count("attention.indexer.key_length"),
+    "index_topk": count("attention.indexer.top_k"),
+    "norm_topk_prob": flag("expert_weights_norm", False),
+    "scoring_func": sigmoid_only("sigmoid"),
+}
+
+
+def deepseek32(keys: Keys) -> Architecture:
+    """DeepSeek V3.2, whose layers have an indexer each."""
+    fields = _latent(keys) | _groups(keys, _V3_GROUPS) | _INDEXER_FIELDS
+    return Architecture("DeepseekV32ForCausalLM", "deepseek_v32", fields, INDEXER)
+
+
+def _indexer_types(keys: Keys, config: Config) -> list[str]:
+    """Which layers have an indexer; files of before there was a key for it: by their context."""
+    layers = config["num_hidden_layers"]
+    key = "attention.indexer.types"
+    if key in keys:
+        return ["full" if full else "shared" for full in keys.pattern(key, 0, layers)]
+    every = 4 if config["max_position_embeddings"] >= _GLM_5_2_POSITIONS else 1
+    return ["shared" if layer > 2 and (layer - 2) % every else "full" for layer in range(layers)]
+
+
+def glm_dsa(keys: Keys) -> Architecture:
+    """GLM-5, where layers may use what an earlier one's indexer selected."""
+    fields = _latent(keys) | _groups(keys, _NO_GROUPS) | _INDEXER_FIELDS
+    fields["indexer_types"] = _indexer_types
+    return Architecture("GlmMoeDsaForCausalLM", "glm_moe_dsa", fields, INDEXER)
+
+
+def _groups(keys: Keys, large: tuple[int, int]) -> dict[str, int]:
+    """Groups of experts; `large` are those of 256 experts in files that do not say."""
     groups = (
         keys.count("expert_group_count", None) or 0,
         keys.count("expert_group_used_count", None) or 0,
     )
     if not all(groups):
         # Files from before there was a key for it: DeepSeek-V3 and R1 are the ones with groups.
-        groups = _V3_GROUPS if sigmoid and experts == _V3_EXPERTS else _NO_GROUPS
+        sigmoid = keys.number("expert_gating_func", 1) == SIGMOID
+        groups = large if sigmoid and keys.count("expert_count") == _V3_EXPERTS else _NO_GROUPS
+    return {"n_group": groups[0], "topk_group": groups[1]}
+
+
+def _latent(keys: Keys) -> dict[str, Any]:
+    """Fields of latent attention, and of experts behind it."""
+    turned = keys.count("rope.dimension_count")
+    query = keys.count("attention.key_length_mla", keys.count("attention.key_length"))
     value = keys.count("attention.value_length", query - turned)
-    fields: dict[str, Any] = {
+    return {
         "q_lora_rank": count("attention.q_lora_rank", None),
         "kv_lora_rank": count("attention.kv_lora_rank"),
         "qk_rope_head_dim": turned,
@@ -383,21 +458,10 @@ def deepseek2(keys: Keys) -> Architecture:
         "head_dim": turned,
         "num_key_value_heads": same("num_attention_heads"),
         "attention_bias": False,
-        "n_routed_experts": experts,
+        "n_routed_experts": count("expert_count"),
         "num_experts_per_tok": count("expert_used_count"),
         "n_shared_experts": count("expert_shared_count"),
         "moe_intermediate_size": count("expert_feed_forward_length"),
         "first_k_dense_replace": number("leading_dense_block_count", 0),
         "routed_scaling_factor": number("expert_weights_scale", 1.0),
-        "n_group": groups[0],
-        "topk_group": groups[1],
     }
-    if sigmoid:
-        fields |= {"norm_topk_prob": flag("expert_weights_norm", True), "rope_interleave": True}
-        return Architecture("DeepseekV3ForCausalLM", "deepseek_v3", fields)
-    fields |= {
-        "norm_topk_prob": flag("expert_weights_norm", False),
-        "topk_method": "group_limited_greedy" if groups[0] > 1 else "greedy",
-        "mlp_bias": False,
-    }
-    return Architecture("DeepseekV2ForCausalLM", "deepseek_v2", fields)

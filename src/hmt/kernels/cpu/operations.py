@@ -60,6 +60,7 @@ class CompiledOperations:
         self.rms_norm_quantize = partial(elementwise.rms_norm_quantize, native)
         self.rope = partial(elementwise.rope, native)
         self.rope_inplace = partial(elementwise.rope_inplace, native)
+        self.selected_attention = partial(reference.selected_attention, attend=self.attention)
         self.selective_scan = partial(recurrent.selective_scan, native)
         self.stack = partial(stack.stack, native)
         self.state_space_scan = partial(recurrent.state_space_scan, native)

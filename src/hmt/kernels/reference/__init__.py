@@ -45,6 +45,7 @@ from hmt.kernels.reference.graph_steps import (
     fixed_runs,
     logit_stats_of,
 )
+from hmt.kernels.reference.index_selection import index_scores, index_topk, selected_attention
 from hmt.kernels.reference.kv_pages import (
     AttentionMetadata,
     PagedSegment,
@@ -55,6 +56,7 @@ from hmt.kernels.reference.kv_pages import (
     divided,
     encode_rows,
     read_pages,
+    read_rows,
 )
 from hmt.kernels.reference.matmul import (
     dequantize,

@@ -240,6 +240,26 @@ def read_pages(pages: Pages, layer: int, table: Tensor, tokens: int) -> tuple[Te
     return key, _scaled(layout, value, value_scales, table)
 
 
+def read_rows(pages: Pages, layer: int, numbers: Tensor, slots: Tensor) -> Tensor:
+    """Copies of the keys of single tokens: [rows, heads, key_dim], as `read_pages` gives them.
+
+    numbers   int64 [rows], of pages
+    slots     int64 [rows], 0 .. 15, in these
+    """
+    layout = pages.layout
+    keys, _, scales, _ = pages.parts(layer)
+    if layout.rows:
+        rows = _numbers(layout, keys[numbers, :, slots])
+    else:
+        rows = _numbers(layout, keys[numbers, :, :, slots]).flatten(2)
+    if not layout.encoding.has_scales:
+        return rows
+    by_row = scales[numbers, :, :, slots].float()
+    if layout.encoding is PageEncoding.INT4:
+        by_row = by_row.repeat_interleave(_INT4_GROUP, dim=-1)[..., : rows.shape[-1]]
+    return rows * by_row
+
+
 def encode_rows(encoding: PageEncoding, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of rows [..., dim] and their scales [..., groups]; int8, those of INT4 0 .. 15."""
     numbers = rows.float()

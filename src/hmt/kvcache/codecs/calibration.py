@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hmt.base.errors import ConfigError
-from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.model import KVLayer
 from hmt.kvcache.codecs.integers import static_scales
 
 _WEIGHTS = "weights"  # in a file's metadata
@@ -77,7 +77,7 @@ def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
     wanted = {}
     for index, layer in layers.items():
         wanted[f"{index}.key"] = layer.heads, layer.key_dim
-        if layer.kind is not KVKind.LATENT:
+        if layer.has_values:
             wanted[f"{index}.value"] = layer.heads, layer.value_dim
     for name, shape in wanted.items():
         there = tuple(found[name].shape) if name in found else None

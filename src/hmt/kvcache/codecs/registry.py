@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.kv import GROUP_PAGES
-from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
+from hmt.contracts.model import PAGE_TOKENS, KVLayer
 from hmt.kvcache.codecs.calibration import read_scales
 from hmt.kvcache.codecs.integers import Int4, Int8PerChannel, Int8PerToken, Int8Static
 from hmt.kvcache.codecs.interface import Codec
@@ -171,7 +171,7 @@ def layer_codecs(name: str, layers: Mapping[int, KVLayer]) -> dict[int, LayerCod
     for index, layer in layers.items():
         keys = side(chosen.keys, layer.heads, layer.key_dim, f"{index}.key")
         values = None
-        if layer.kind is not KVKind.LATENT:
+        if layer.has_values:
             values = side(chosen.values, layer.heads, layer.value_dim, f"{index}.value")
         found[index] = LayerCodec(keys, values, layer.value_dim)
     return found

@@ -15,7 +15,7 @@ import torch
 from hmt.base.errors import DiskReadError, HMTError, MachineError, os_reason
 from hmt.base.units import format_bytes
 from hmt.contracts.kv import DISK_BUFFERS, GROUP_PAGES
-from hmt.contracts.model import KVLayer
+from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.store import Priority
 from hmt.kernels import ops
 from hmt.kernels.backend_registry import backend_on
@@ -99,7 +99,9 @@ class DiskPages:
         self._buffers = [pool.allocate(max(chunk_bytes, widest)) for _ in range(DISK_BUFFERS)]
         decodes = any(form.decodes for form in forms.values())
         self._decoded = self._buffers.pop() if decodes else None  # read through one buffer less
-        self._ahead = _ReadAhead(self, sorted(layers))
+        # Each token selects other pages in each layer, which are not known ahead.
+        selects = any(layer.kind is KVKind.INDEX for layer in layers.values())
+        self._ahead = _ReadAhead(self, sorted(layers), beyond=not selects)
         self._writer = _writer()
 
     def write(
@@ -268,10 +270,14 @@ class DiskPages:
 
 
 class _ReadAhead:
-    """Reads pieces in the order of layers, over and over, while somebody takes them."""
+    """Reads pieces in the order of layers, over and over, while somebody takes them.
 
-    def __init__(self, disk_pages: DiskPages, layers: list[int]) -> None:
+    beyond   whether what comes behind the last piece of a layer is read ahead, too
+    """
+
+    def __init__(self, disk_pages: DiskPages, layers: list[int], *, beyond: bool) -> None:
         self._disk_pages = disk_pages
+        self._beyond = beyond
         self._layers = layers
         self._groups: Ints = np.zeros(0, dtype=np.int64)
         self._waiting: list[tuple[int, int, _Reading]] = []  # (layer, first group, ..), in order
@@ -289,6 +295,8 @@ class _ReadAhead:
             # One buffer is in use by whoever takes pieces.
             while len(self._waiting) < len(self._disk_pages._buffers) - 1:
                 begin = self._after(*self._waiting[-1][:2]) if self._waiting else at
+                if not self._beyond and self._waiting and begin[1] == 0:
+                    break
                 self._waiting.append((*begin, self._begin(*begin)))
             found, first, reading = self._waiting.pop(0)
             assert (found, first) == at

@@ -199,6 +199,10 @@ class GraphKVCache(OffloadedKVBase, KVCache):
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kv.read(layer, run)
 
+    @override
+    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+        return self._kv.gather(layer, run, positions)
+
     def _host_query_of(
         self, layer: int, query: torch.Tensor, options: dict[str, Any]
     ) -> _HostQuery:

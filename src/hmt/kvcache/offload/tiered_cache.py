@@ -102,7 +102,7 @@ class TieredKV(OffloadedKVBase):
         self.sliding_windows = {
             kept.window: made for made in sliding_windows for kept in made.layers.values()
         }
-        self._order = sorted(device_store.layers)
+        self._order = sorted(i for i, kept in device_store.layers.items() if kept.attended)
         self._beside_device = device is not None
         self._every = SCORED_EVERY
         self._appended: Step | None = None  # of the last call of append
@@ -217,9 +217,7 @@ class TieredKV(OffloadedKVBase):
         layout = device_store.layers[layer].pages.layout
         ids = self.allocator.pages(run.sequence)[: pages_of(run.context)]
         shape = len(ids), PAGE_TOKENS, layout.heads
-        dtype, device = layout.encoding.dtype, device_store.device
-        if not dtype.is_floating_point or dtype.itemsize == 1:
-            dtype = torch.float32  # as `ops.read_pages`
+        dtype, device = _read_type(layout), device_store.device
         key = torch.empty(*shape, layout.key_dim, dtype=dtype, device=device)
         value = key[..., : layout.value_dim]
         if not layout.latent:
@@ -230,6 +228,42 @@ class TieredKV(OffloadedKVBase):
             if not layout.latent:
                 value[at] = rows[1].unflatten(0, (-1, PAGE_TOKENS)).to(value)
         return key.flatten(0, 1)[: run.context], value.flatten(0, 1)[: run.context]
+
+    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+        """See KVCache.  Pages that some position is in count as attended to."""
+        if layer in self._windows_by_layer:
+            return self.read(layer, run)[0][positions]
+        device_store = self._stores.device
+        layout = device_store.layers[layer].pages.layout
+        at = positions.cpu().numpy()
+        numbers, which, counts = np.unique(
+            at // PAGE_TOKENS, return_inverse=True, return_counts=True
+        )
+        every = self.allocator.pages(run.sequence)
+        ids = every[numbers]
+        shape = len(at), layout.heads, layout.key_dim
+        rows = torch.empty(shape, dtype=_read_type(layout), device=device_store.device)
+        slots = torch.from_numpy(at % PAGE_TOKENS)
+        for pages, slot, table, entries in self._stores.lying(self._places.page_table, layer, ids):
+            lying = torch.full((len(ids),), -1)
+            lying[entries] = table.cpu()
+            pages_of_rows = lying[torch.from_numpy(which)]
+            chosen = torch.nonzero(pages_of_rows >= 0).flatten()
+            where = pages.memory.device
+            found = ops.read_rows(
+                pages, slot, pages_of_rows[chosen].to(where), slots[chosen].to(where)
+            )
+            rows[chosen.to(rows.device)] = found.to(rows)
+        if layer == self.weighed_layer and len(at):
+            equal = len(at) / pages_of(run.context)  # positions, if each page had as many
+            attention = counts.astype(np.float64) / equal
+            self._places.policy.weighed(ids, attention, self._places.clock())
+        return rows
+
+    @property
+    def where(self) -> torch.device:
+        """Where layers compute."""
+        return self._stores.device.device
 
     @property
     def device_tokens(self) -> int:
@@ -400,6 +434,12 @@ class TieredKV(OffloadedKVBase):
             ops.AttentionMetadata(on_host) if on_host else None,
             tuple(on_disk),
         )
+
+
+def _read_type(layout: ops.PageLayout) -> torch.dtype:
+    """That of rows that are read, as in `ops.read_pages`."""
+    dtype = layout.encoding.dtype
+    return dtype if dtype.is_floating_point and dtype.itemsize > 1 else torch.float32
 
 
 def _over(run: Segment, table: torch.Tensor) -> ops.PagedSegment:

@@ -30,7 +30,7 @@ from hmt.models.fallback.features import encoder, not_followed
 from hmt.models.fallback.interfaces import OneSequence
 from hmt.models.fallback.lengths import border_in, by_length, check_share, lengths_of
 from hmt.models.fallback.modules import Layer, Stage
-from hmt.models.fallback.sizes import REMARK, ignored_names, longest_context
+from hmt.models.fallback.sizes import REMARK, UNCAPTURED, ignored_names, longest_context
 from hmt.models.fallback.trace import LayerTrace, ModelTrace, call_surroundings, trace_model
 
 
@@ -71,7 +71,7 @@ class Fallback(Model):
             attention_heads=max(layer_trace.heads for layer_trace in trace.layers),
             experts_per_token=max(layer_trace.top_k for layer_trace in trace.layers),
             ignored=ignored_names(self._tree.model),
-            capturable=False,
+            uncaptured=UNCAPTURED,
             together=False,
             remarks=(REMARK,),
             rotary_border=self._border,

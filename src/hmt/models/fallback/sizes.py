@@ -6,6 +6,8 @@ from hmt.models.config import Config, max_context
 
 REMARK = "runs through transformers' modules, which is slower than a family of HMT's own"
 
+UNCAPTURED = "modules of transformers compute its layers"
+
 # Buffers that old checkpoints have and that are computed.
 _IGNORED = (r"\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
 

@@ -30,7 +30,7 @@ from hmt.models.fallback.lengths import border_in, lengths_of
 from hmt.models.fallback.passage import Passage
 from hmt.models.fallback.rehearsal import call_base, open_tree
 from hmt.models.fallback.sequence_cache import Rows, SequenceCache
-from hmt.models.fallback.sizes import REMARK, longest_context
+from hmt.models.fallback.sizes import REMARK, UNCAPTURED, longest_context
 from hmt.models.fallback.whole_tree import Sight
 
 _ALONE = "computes each sequence of a step by itself"
@@ -110,7 +110,7 @@ class WholeForward(Model):
             attention_heads=_heads(whole.tree.model.config.get_text_config()),
             experts_per_token=max(trace.top_k for trace in traces),
             ignored=whole.ignored,
-            capturable=False,
+            uncaptured=UNCAPTURED,
             together=False,
             remarks=(REMARK, _ALONE),
             rotary_border=self._border,

@@ -1,7 +1,8 @@
 """What attention costs: how much there is to read and to compute, and how long that takes.
 
-A chunk of a prompt expands latents to keys and values where that is less to compute, as layers/mla
-does: that costs products for each position, and saves operations for each pair of positions.
+A chunk of a prompt expands latents to keys and values where that is less to compute, as
+layers/latent does: that costs products for each position, and saves operations for each pair of
+positions.
 """
 
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ def attention_work(
     # A token multiplies and adds each number of a state three times; a step reads and writes it.
     nbytes = sequences * (reach * load.kv_bytes + 2 * load.state_bytes)
     updates = tokens * 6 * load.state_bytes / 4
+    if load.selected and seen > load.selected:
+        # Every token scores all that it sees, and reads the rows that it selects.
+        rows = min(tokens * load.selected, sequences * context)
+        nbytes = rows * load.kv_bytes + sequences * context * load.index_bytes
+        scoring = tokens * seen * load.index_operations
+        return AttentionWork(nbytes, tokens * load.selected * load.kv_operations + scoring)
     if load.expanded_from and tokens > sequences * load.expanded_from:
         pairs = tokens * seen * load.expanded_operations
         return AttentionWork(nbytes, pairs, sequences * reach * load.expanding_operations)

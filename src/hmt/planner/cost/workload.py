@@ -107,6 +107,8 @@ class LayerWork:
                     values of: of a token's attention to a position, of making one position's, and
                     how many tokens of a text more than which do (inf: never); 0: no latents
     window          positions that are seen at most; 0: all
+    selected        positions that a token attends to at most, whatever it sees; 0: all
+    index_bytes, index_operations   of one position's index keys, and of scoring it for one token
     state_bytes     of one sequence's recurrent state
     """
 
@@ -121,6 +123,9 @@ class LayerWork:
     expanding_operations: float = 0.0
     expanded_from: float = 0.0
     window: int = 0
+    selected: int = 0
+    index_bytes: float = 0.0
+    index_operations: float = 0.0
     state_bytes: int = 0
 
 
@@ -266,10 +271,13 @@ def add_attention(
         load.state_bytes = sum(tensor.nbytes for tensor in states.get(index, ()))
         if not demand.spec.kv:  # a shape of which no more is known
             load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
-        elif (kv := layers_kv.get(index)) is not None:
+        elif (kv := layers_kv.get(demand.spec.kv_sources.get(index, index))) is not None:
             load.kv_bytes = demand.kv_token_bytes * kv.row_width / widths
             load.kv_operations = 2.0 * heads * (kv.key_dim + kv.value_dim)
-            load.window = kv.window
+            load.window, load.selected = kv.window, kv.selected
+            if (keys := layers_kv.get(len(layers) + index)) is not None:
+                load.index_bytes = demand.kv_token_bytes * keys.row_width / widths
+                load.index_operations = 2.0 * keys.query_heads * (keys.key_dim + 1)
             if kv.kind is KVKind.LATENT and kv.expanded_dim:
                 _expand(load, kv, heads)
 

@@ -356,7 +356,9 @@ def _layers(
 
 def _layer_kv(demand: Demand) -> list[int]:
     """KV bytes of one position, by layer."""
-    widths = [0 if layer is None else layer.row_width for layer in demand.spec.kv]
+    spec = demand.spec
+    kept = [spec.kv_layers_of([layer]).values() for layer in range(spec.layers)]
+    widths = [sum(layer.row_width for layer in parts) for parts in kept]
     if not sum(widths):
         return [0] * demand.spec.layers
     return [demand.kv_token_bytes * width // sum(widths) for width in widths]

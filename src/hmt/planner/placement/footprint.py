@@ -42,7 +42,7 @@ def activation_bytes(demand: Demand, chunk: int, context: int) -> int:
     spec, batch = demand.spec, demand.batch
     tokens = chunk + batch - 1
     numbers = tokens * spec.activation_width + min(tokens, CHUNK_TOKENS) * spec.piece_width
-    numbers += 2 * batch * spec.vocab_size
+    numbers += 2 * batch * spec.vocab_size + spec.gathered_width
     scores = min(demand.score_bytes, 4 * spec.attention_heads * chunk * context)
     return 4 * numbers + scores + context * demand.kv_layer_bytes + demand.kv_work_bytes
 

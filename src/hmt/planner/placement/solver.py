@@ -414,9 +414,10 @@ def _place(
         slots = left - dense_bytes
         tables = demand.of_kind(BlockKind.EMBEDDING)
         # A lookup on disk costs one small read per token: a table is resident last.
-        if not experts and (table_bytes := sum(t.slot_bytes for t in tables)) <= slots:
-            homes |= {table.id: Tier.HOST for table in tables}
-            slots -= table_bytes
+        for table in sorted(tables, key=lambda table: table.slot_bytes):
+            if not experts and table.slot_bytes <= slots:
+                homes[table.id] = Tier.HOST
+                slots -= table.slot_bytes
         return homes, slots if experts else 0
     # Enough slots for the layers ahead; but where nearly everything fits, slots for whole layers
     # would make more stream than has to.

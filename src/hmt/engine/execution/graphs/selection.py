@@ -23,8 +23,8 @@ def open_graphs(
     where its layers are.  Otherwise what prevents capturing, for people.
     """
     own, device = on_device.weights, on_device.device
-    if not model.spec.capturable:
-        return "modules of transformers compute its layers"
+    if model.spec.uncaptured:
+        return model.spec.uncaptured
     if not graph_ops.has_kernels(device.where):
         return f"{device.name} computes in plain torch"
     seldom: tuple[BlockKind, ...] = (BlockKind.EMBEDDING, BlockKind.EXPERT)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import (
@@ -27,6 +27,7 @@ from hmt.models.config import (
     check_experts,
     gated_ffn,
     latent_attention,
+    layer_kinds,
     norm,
     require,
     residual_ffn,
@@ -57,6 +58,12 @@ class LatentDecoder(Decoder):
             return None
         return self.attention(self.norm(hidden, params["norm"]), index, step, params, kv)
 
+    def router_inputs(
+        self, hidden: Tensor, x: Tensor | None, params: Params
+    ) -> tuple[Tensor, Tensor]:
+        """hidden += x; its norm, and the router's logits."""
+        return router_inputs(hidden, x, self.norm, params)
+
     @override
     def layer(
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
@@ -67,7 +74,7 @@ class LatentDecoder(Decoder):
             with weights.lease(BlockId(index, BlockKind.FFN)) as params:
                 return self.ffn(hidden, x, params)
         with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
-            x, logits = router_inputs(hidden, x, self.norm, params)
+            x, logits = self.router_inputs(hidden, x, params)
             routing = self.router.choose(logits, params)
             # On their way while the shared ones compute.
             request_experts(x, routing, hidden, index, self.expert, weights)
@@ -105,8 +112,7 @@ class DeepSeek(LatentDecoder):
             prefix="shared_",
         )
         self.expert = gated_ffn(config, config.moe_intermediate_size)
-        dense = config.first_k_dense_replace
-        self.sparse = [index >= dense for index in range(config.num_hidden_layers)]
+        self.sparse = _sparse_layers(config)
         parts = (self.attention, self.ffn, self.shared, self.expert)
         super().__init__(
             config,
@@ -119,21 +125,29 @@ class DeepSeek(LatentDecoder):
             ignored=prediction_layers(config),
         )
 
+    def norm_params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Of a norm before attention, or before a router."""
+        return (self.norm.param("norm", f"{at}weight"),)
+
+    def attention_params(self, index: int, at: str) -> tuple[ParamSpec, ...]:
+        """Of layer `index`, called `at` + kv_a_proj_with_mqa and so on."""
+        return self.attention.params(at)
+
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
         at = f"model.layers.{index}."
         yield attention_block(
             index,
-            self.norm.param("norm", f"{at}input_layernorm.weight"),
-            *self.attention.params(f"{at}self_attn."),
+            *self.norm_params(f"{at}input_layernorm."),
+            *self.attention_params(index, f"{at}self_attn."),
         )
-        norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if not self.sparse[index]:
+            norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
             yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}mlp."))
             return
         yield router_block(
             index,
-            norm,
+            *self.norm_params(f"{at}post_attention_layernorm."),
             *self.router.params(f"{at}mlp.gate"),
             *self.shared.params(f"{at}mlp.shared_experts."),
         )
@@ -179,7 +193,17 @@ class DeepSeekV3(DeepSeek):
             renormalise=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
         )
-        super().__init__(config, dtype, router, interleaved=config.rope_interleave, mlp_bias=False)
+        interleaved = getattr(config, "rope_interleave", True)
+        super().__init__(config, dtype, router, interleaved=interleaved, mlp_bias=False)
+
+
+def _sparse_layers(config: Config) -> list[bool]:
+    """Which layers have experts."""
+    if getattr(config, "mlp_layer_types", None) is None:
+        dense = config.first_k_dense_replace
+        return [index >= dense for index in range(config.num_hidden_layers)]
+    kinds = layer_kinds(config, "dense", "sparse", name="mlp_layer_types")
+    return [kind == "sparse" for kind in kinds]
 
 
 def latent_scale(config: Config) -> float:

@@ -1,6 +1,7 @@
 """Multi-head latent attention: keys and values are kept compressed."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -170,39 +171,103 @@ class LatentAttention:
 
     def __call__(self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache) -> Tensor:
         """x [tokens, hidden_size] to [tokens, hidden_size].  Appends to `kv`."""
-        cos, sin = self.rotary.cos_sin(step)
-        query = self._query(x, params).unflatten(-1, (self.heads, -1))
-        nope, turning = query.split((self.nope_dim, self.rope_dim), dim=-1)
-        turning = ops.rope(turning, cos, sin, interleaved=self.interleaved)
-
-        compressed = project(x, params, "kv_a_proj")
-        latent, shared = compressed.split((self.kv_rank, self.rope_dim), dim=-1)
-        latent = self._norm(self.kv_rank)(latent, params["kv_a_norm"])
-        shared = ops.rope(shared[:, None], cos, sin, interleaved=self.interleaved)
-        kv.append(layer, step, torch.cat((latent[:, None], shared), dim=-1), None)
-
+        queries = self.queries(self.compressed(x, params), step, params)
+        self.append(x, layer, step, params, kv)
         out = x.new_empty(len(x), self.heads, self.value_dim)
-        short = [run for run in step.segments if run.length <= self._longest_absorbed]
-        for piece in _pieces(short):
-            part, rows = _only(step, piece)
-            out[rows] = self._absorbed(nope[rows], turning[rows], layer, part, params, kv)
-        for run in step.segments:
-            if run.length > self._longest_absorbed:
-                context = kv.read(layer, run)[0].to(x.dtype)
-                for heads in self._head_groups(params["kv_b_proj"]):
-                    some = (run.tokens, heads)
-                    queries = torch.cat((nope[some], turning[some]), dim=-1)
-                    out[some] = self._expanded(queries, context, heads, run, params)
+        self.attend(out, queries, layer, step, step.segments, params, kv)
         if self.gated:
             gate = project(x, params, "gate").reshape(-1, 1)
             out = ops.sigmoid_gated(out.flatten(0, 1), gate).view_as(out)
         return project(out.flatten(1), params, "o_proj")
 
-    def _query(self, x: Tensor, params: Params) -> Tensor:
+    def compressed(self, x: Tensor, params: Params) -> Tensor:
+        """What queries are made of: x, or its own compression [tokens, q_rank]."""
         if self.q_rank is None:
-            return project(x, params, "q_proj")
-        compressed = self._norm(self.q_rank)(project(x, params, "q_a_proj"), params["q_a_norm"])
-        return project(compressed, params, "q_b_proj")
+            return x
+        return self._norm(self.q_rank)(project(x, params, "q_a_proj"), params["q_a_norm"])
+
+    def queries(self, compressed: Tensor, step: Step, params: Params) -> tuple[Tensor, Tensor]:
+        """Without positions, and with: [tokens, heads, nope_dim] and [tokens, heads, rope_dim]."""
+        query = project(compressed, params, "q_proj" if self.q_rank is None else "q_b_proj")
+        return self.turned(query.unflatten(-1, (self.heads, -1)), step)
+
+    def turned(self, query: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """`queries` of heads [tokens, heads, nope_dim + rope_dim] that have no positions yet."""
+        nope, turning = query.split((self.nope_dim, self.rope_dim), dim=-1)
+        cos, sin = self.rotary.cos_sin(step)
+        return nope, ops.rope(turning, cos, sin, interleaved=self.interleaved)
+
+    def append(self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache) -> None:
+        """Append the latents of x [tokens, hidden_size] to `kv`."""
+        compressed = project(x, params, "kv_a_proj")
+        latent, shared = compressed.split((self.kv_rank, self.rope_dim), dim=-1)
+        latent = self._norm(self.kv_rank)(latent, params["kv_a_norm"])
+        cos, sin = self.rotary.cos_sin(step)
+        shared = ops.rope(shared[:, None], cos, sin, interleaved=self.interleaved)
+        kv.append(layer, step, torch.cat((latent[:, None], shared), dim=-1), None)
+
+    def attend(
+        self,
+        out: Tensor,
+        queries: tuple[Tensor, Tensor],
+        layer: int,
+        step: Step,
+        runs: Sequence[Segment],
+        params: Params,
+        kv: KVCache,
+    ) -> None:
+        """Attention of `runs`, each its whole context, into out [tokens, heads, value_dim].
+
+        queries   those of `step`, of whose segments `runs` are, or beginnings of them
+        """
+        nope, turning = queries
+        short = [run for run in runs if run.length <= self._longest_absorbed]
+        for piece in _pieces(short):
+            part, rows = _only(step, piece)
+            out[rows] = self._absorbed(nope[rows], turning[rows], layer, part, params, kv)
+        for run in runs:
+            if run.length > self._longest_absorbed:
+                context = kv.read(layer, run)[0].to(nope.dtype)
+                for heads in self._head_groups(params["kv_b_proj"]):
+                    some = (run.tokens, heads)
+                    whole = torch.cat((nope[some], turning[some]), dim=-1)
+                    out[some] = self._expanded(whole, context, heads, run, params)
+
+    def attend_selected(
+        self,
+        out: Tensor,
+        queries: tuple[Tensor, Tensor],
+        layer: int,
+        run: Segment,
+        positions: Tensor,
+        params: Params,
+        kv: KVCache,
+    ) -> None:
+        """Attention of the tokens of `run` to some positions each, into their rows of `out`.
+
+        positions   int64 [run.length, count], each row ascending
+
+        Every token attends by itself, to rows that are gathered for it, so that its result does
+        not depend on how many others there are.
+        """
+        own: Tensor | None = positions
+        if run.length == 1:
+            rows, own = kv.gather(layer, run, positions[0]), None
+        elif positions.numel() >= run.context:
+            rows = kv.read(layer, run)[0]
+        else:
+            union, own = positions.unique(return_inverse=True)
+            rows = kv.gather(layer, run, union)
+        rows = rows.to(out.dtype)
+        to_key, to_value = self._expansion(params, out.dtype)
+        for first in range(0, run.length, CHUNK_TOKENS):
+            piece = slice(first, min(first + CHUNK_TOKENS, run.length))
+            tokens = slice(run.offset + piece.start, run.offset + piece.stop)
+            nope, turning = (part[tokens] for part in queries)
+            query = torch.cat((fused_ops.head_products(nope, to_key), turning), dim=-1)
+            some = None if own is None else own[piece]
+            mixed = ops.selected_attention(query, rows, some, self.kv_rank, scale=self.scale)
+            out[tokens] = fused_ops.head_products(mixed, to_value)
 
     def _norm(self, width: int) -> RMSNorm:
         return RMSNorm(width, self.norm_eps)
@@ -211,13 +276,18 @@ class LatentAttention:
         self, nope: Tensor, turning: Tensor, layer: int, step: Step, params: Params, kv: KVCache
     ) -> Tensor:
         """Attention to latents: [tokens, heads, value_dim]."""
-        expand = ops.dequantize(params["kv_b_proj"], nope.dtype)
-        expand = expand.unflatten(0, (self.heads, -1))  # [heads, nope_dim + value_dim, kv_rank]
-        to_key, to_value = expand.split((self.nope_dim, self.value_dim), dim=1)
+        to_key, to_value = self._expansion(params, nope.dtype)
         absorbed = fused_ops.head_products(nope, to_key)
         query = torch.cat((absorbed, turning), dim=-1)  # [tokens, heads, kv_rank + rope_dim]
         mixed = kv.attend(layer, step, query, scale=self.scale)  # [tokens, heads, kv_rank]
-        return fused_ops.head_products(mixed, to_value.transpose(1, 2))
+        return fused_ops.head_products(mixed, to_value)
+
+    def _expansion(self, params: Params, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """From a latent to keys [heads, nope_dim, kv_rank], and to values, turned round."""
+        expand = ops.dequantize(params["kv_b_proj"], dtype)
+        expand = expand.unflatten(0, (self.heads, -1))  # [heads, nope_dim + value_dim, kv_rank]
+        to_key, to_value = expand.split((self.nope_dim, self.value_dim), dim=1)
+        return to_key, to_value.transpose(1, 2)
 
     def _head_groups(self, expand: WeightTensor) -> list[slice]:
         """Heads whose rows of kv_b_proj, [heads * (nope_dim + value_dim), kv_rank], stand alone."""
@@ -268,7 +338,7 @@ def _edges(run: Segment, most: int, *, together: bool) -> list[int]:
     return [*before, run.start, run.context]
 
 
-def _pieces(runs: list[Segment]) -> list[list[Segment]]:
+def _pieces(runs: Sequence[Segment]) -> list[list[Segment]]:
     """Runs by up to CHUNK_TOKENS tokens, longer ones cut."""
     pieces: list[list[Segment]] = []
     room = 0
