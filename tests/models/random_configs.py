@@ -115,10 +115,14 @@ def _gemma4(rng: random.Random) -> Iterator[dict[str, Any]]:
         rng, **sizes, **small, layer_types=kinds, num_kv_shared_layers=0, attention_k_eq_v=True,
         num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1, hidden_size=40,
     )  # fmt: skip
+    yield _dense(
+        rng, **sizes, hidden_size_per_layer_input=0, vocab_size_per_layer_input=700,
+        enable_moe_block=True, num_experts=7, top_k_experts=3, moe_intermediate_size=14,
+    )  # fmt: skip
     wide = sizes | {"num_hidden_layers": 5, "sliding_window": 16}
     yield _dense(
         rng, **wide, **small, layer_types=["full_attention", *kinds[:3], "full_attention"],
-        num_kv_shared_layers=2, tie_word_embeddings=False,
+        num_kv_shared_layers=2, tie_word_embeddings=False, seed=77,
     )  # fmt: skip
 
 

@@ -183,10 +183,8 @@ def _one_axis(parameters: Any) -> Any:
 
 
 def _is_left(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether transformers' modules compute it: Gemma 4 with experts, A.X-K2 with their groups."""
-    if name == "AXK2ForCausalLM":
-        return config.get("n_group") not in (None, 1)
-    return name == "Gemma4ForCausalLM" and bool(config.get("enable_moe_block"))
+    """Whether transformers' modules compute it: A.X-K2's experts where they are in groups."""
+    return name == "AXK2ForCausalLM" and config.get("n_group") not in (None, 1)
 
 
 def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
