@@ -256,6 +256,13 @@ def _experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """gpt-oss' stacked experts as tensors of their own, as hmt.formats finds them."""
     apart = {}
     for name, stacked in tensors.items():
+        if ".experts." in name and ".mlp." not in name and stacked.dim() == 3:  # Gemma 4's
+            at, _, kind = name.rpartition(".")
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+            for expert, own in enumerate(stacked):
+                for one, rows in zip(names, own.chunk(len(names)), strict=True):
+                    apart[f"{at}.{expert}.{one}.weight"] = rows.contiguous()
+            continue
         at, _, kind = name.partition(".mlp.experts.")
         if not kind or kind[0].isdigit():
             apart[name] = stacked

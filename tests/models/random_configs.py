@@ -115,10 +115,14 @@ def _gemma4(rng: random.Random) -> Iterator[dict[str, Any]]:
         rng, **sizes, **small, layer_types=kinds, num_kv_shared_layers=0, attention_k_eq_v=True,
         num_attention_heads=4, num_key_value_heads=2, num_global_key_value_heads=1, hidden_size=40,
     )  # fmt: skip
+    yield _dense(
+        rng, **sizes, hidden_size_per_layer_input=0, vocab_size_per_layer_input=700,
+        enable_moe_block=True, num_experts=7, top_k_experts=3, moe_intermediate_size=14,
+    )  # fmt: skip
     wide = sizes | {"num_hidden_layers": 5, "sliding_window": 16}
     yield _dense(
         rng, **wide, **small, layer_types=["full_attention", *kinds[:3], "full_attention"],
-        num_kv_shared_layers=2, tie_word_embeddings=False,
+        num_kv_shared_layers=2, tie_word_embeddings=False, seed=77,
     )  # fmt: skip
 
 
@@ -257,6 +261,29 @@ def _axk2(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _latent(rng, **index, index_topk=6, norm_topk_prob=False, **_rope(DEEPSEEK_YARN))
 
 
+def _glm4_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
+    sparse = {
+        "n_routed_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 12,
+    }  # fmt: skip
+    yield _dense(rng, **sparse, use_qk_norm=True, attention_bias=True)
+    yield _dense(rng, **sparse, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+    yield _dense(
+        rng, **sparse | {"first_k_dense_replace": 0, "n_shared_experts": 2}, norm_topk_prob=False,
+        tie_word_embeddings=True, **_rope({**YARN, "partial_rotary_factor": 1.0}),
+    )  # fmt: skip
+
+
+def _minimax_m2(rng: random.Random) -> Iterator[dict[str, Any]]:
+    half = _rope({"rope_type": "default", "partial_rotary_factor": 0.5})
+    yield _dense(rng, num_local_experts=6, num_experts_per_tok=3, head_dim=8, **half)
+    yield _dense(rng, num_local_experts=4, num_experts_per_tok=1, head_dim=10)
+    yield _dense(
+        rng, num_local_experts=5, num_experts_per_tok=2, head_dim=12, tie_word_embeddings=True,
+        **_rope(YARN),
+    )  # fmt: skip
+
+
 def _glm_moe_dsa(rng: random.Random) -> Iterator[dict[str, Any]]:
     sizes = {"index_head_dim": 16, "index_n_heads": 16, "num_hidden_layers": 4}
     yield _latent(rng, **sizes, n_group=1, topk_group=1, index_topk=10, index_topk_pattern="FSFS")
@@ -299,6 +326,8 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "glm_moe_dsa": _glm_moe_dsa,
     "axk2": _axk2,
     "gemma4_text": _gemma4,
+    "glm4_moe": _glm4_moe,
+    "minimax_m2": _minimax_m2,
 }
 
 

@@ -11,7 +11,7 @@ from every_type import outcome_of, types
 
 FOLLOWED = (
     "afmoe", "apertus", "cohere2", "electra, is_decoder", "ernie4_5_moe", "exaone4",
-    "gemma4_text, experts", "glm4_moe", "minimax_m2", "smollm3", "youtu",
+    "smollm3", "youtu",
     # As a whole: indexers, chunks, layers that share keys or have embeddings and streams of their
     # own, layers that are called several times or have state, positions behind padding, text parts.
     "axk2, groups", "gemma3n_text", "hrm_text", "lfm3", "llama4_text",
@@ -19,7 +19,8 @@ FOLLOWED = (
     "glm4v, text part", "llama4, text part",
 )  # fmt: skip
 OWN = (  # families of HMT's
-    "axk2", "deepseek_v32", "gemma4_text", "gemma4_text, large", "gemma4, text part", "glm_moe_dsa",
+    "axk2", "deepseek_v32", "gemma4_text", "gemma4_text, experts", "gemma4_text, large",
+    "gemma4, text part", "glm4_moe", "glm_moe_dsa", "minimax_m2",
 )  # fmt: skip
 REFUSED = {
     "electra": "an encoder .is_decoder is false., whose tokens see those behind them",

@@ -13,7 +13,7 @@ from plain_memory import Bench, PlainKV, bench_of, published, random_reference
 from random_configs import Case, cases
 
 import hmt
-from hmt.base.errors import CheckpointError
+from hmt.base.errors import BudgetError, CheckpointError
 from hmt.contracts.model import KVKind
 from hmt.contracts.step import Segment
 from hmt.hardware import machine
@@ -21,6 +21,9 @@ from hmt.hardware.link_rates import LinkRates
 from hmt.models import open_model
 
 TOKENS = 32
+OPTIONS: dict[str, Any] = {
+    "context": 128, "dtype": "float32", "max_batch": 1, "host_memory": "64MiB",
+}  # fmt: skip
 SELECTING = cases("deepseek_v32", "glm_moe_dsa")
 
 
@@ -109,8 +112,7 @@ def test_a_decoding_token_reads_the_rows_that_it_selects(case: Case, tmp_path: P
 
 
 def engine_logits(folder: Path, tokens: list[int], **options: Any) -> tuple[torch.Tensor, Any]:
-    options = {"context": 128, "dtype": "float32", "max_batch": 1, "host_memory": "64MiB"} | options
-    with hmt.Engine(**options) as engine:
+    with hmt.Engine(**OPTIONS | options) as engine:
         model = engine.load_model(folder)
         rows = range(len(tokens))
         return model.logits(tokens, rows, prefill=len(tokens) - 6), model.summary()
@@ -132,6 +134,28 @@ def test_steps_are_not_captured_and_the_summary_says_why(
     found, summary = engine_logits(tmp_path, tokens, gpu_id="fake", gpu_memory="64MiB")
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
     assert "indexer" in str(summary)
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa-0", "deepseek_v32-2"])
+def test_layers_may_be_divided_between_a_device_and_the_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where a layer uses what one in the other place has selected."""
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
+    case = case_of(name)
+    tokens = written(case, tmp_path)
+    wanted, _ = engine_logits(tmp_path, tokens)
+    layers, split = range(case.config.num_hidden_layers), 0
+    for memory in range(700, 100, -100):
+        with hmt.Engine(**OPTIONS, gpu_id="fake", gpu_memory=memory << 10) as engine:
+            try:
+                model = engine.load_model(tmp_path)
+            except BudgetError:
+                continue
+            split += len({model.plan.stage_devices.get(layer) for layer in layers}) > 1
+            found = model.logits(tokens, range(len(tokens)), prefill=len(tokens) - 6)
+        assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+    assert split, "none of these budgets divides the layers"
 
 
 def test_index_keys_may_be_kept_in_fewer_bits(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hmt.contracts.machine import ComputeRates
+from hmt.contracts.model import KVKind, KVLayer
 from hmt.layers import LatentAttention
 from hmt.planner.cost.attention_cost import (
     AttentionWork,
@@ -51,6 +52,23 @@ def test_prompts_expand_latents_where_the_layer_does(rank: int, nope: int, value
             assert work.expanding == made
             assert work.operations + made < pairs * (2 * rank + 32)
         assert work.nbytes == 2 * 3000 * 320
+
+
+def test_selected_positions_are_attended_to_and_all_are_scored() -> None:
+    attention = latent()
+    kv, keys = replace(attention.kv, selected=500), KVLayer(KVKind.INDEX, 1, 32, 32, query_heads=8)
+    spec = SimpleNamespace(
+        kv=(kv,), kv_layers={0: kv, 1: keys}, kv_sources={}, state_layers={}, attention_heads=4
+    )
+    demand: Any = SimpleNamespace(spec=spec, kv_token_bytes=4 * (128 + 32 + 32))
+    add_attention([load := LayerWork()], demand, {})
+    few, most = attention_work(load, 2, 2, 400, 400), attention_work(load, 2, 2, 4000, 4000)
+    assert few.operations == 2 * 400 * 2 * 4 * (2 * 128 + 32) and few.nbytes == 2 * 400 * 640
+    scored = 2 * 4000 * 2 * 8 * (32 + 1)
+    assert most.operations == 2 * 500 * 2 * 4 * (2 * 128 + 32) + scored
+    assert most.nbytes == 2 * 500 * 640 + 2 * 4000 * 128
+    longer = attention_work(load, 2, 2, 8000, 8000)
+    assert longer.operations - most.operations == scored, "only the indexer's part grows"
 
 
 def test_state_is_read_and_written_in_every_step_and_multiplied_by_every_token() -> None:

@@ -168,8 +168,9 @@ class ModelSpec:
         return self.layers + layer
 
     def by_kv_layer(self, known: Mapping[int, int]) -> dict[int, int]:
-        """What is `known` by layer, also of the index keys of these layers."""
-        return {**known, **{self.index_layer(layer): value for layer, value in known.items()}}
+        """What is `known` by layer, also of the index keys of these layers; not of other stages."""
+        own = {layer: value for layer, value in known.items() if layer < self.layers}
+        return own | {self.index_layer(layer): value for layer, value in own.items()}
 
     def kv_layers_of(self, members: Collection[int]) -> dict[int, KVLayer]:
         """`kv_layers` of some of the model's layers."""

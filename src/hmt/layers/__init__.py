@@ -16,6 +16,7 @@ from hmt.layers.moe import (
     GroupedSoftmaxRouter,
     Router,
     Routing,
+    ScaledSoftmaxRouter,
     SigmoidRouter,
     SoftmaxRouter,
     add_routed_experts,

@@ -83,6 +83,35 @@ class SoftmaxRouter:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledSoftmaxRouter:
+    """Gemma 4: as a SoftmaxRouter, with a norm and scales of its own, and one for each expert.
+
+    eps   of the norm, which has no weight
+    """
+
+    hidden_size: int
+    experts: int
+    top_k: int
+    eps: float
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """The router's weight and scales, `at` + proj, scale and per_expert_scale."""
+        return (
+            _router_param(self.experts, self.hidden_size, f"{at}proj"),
+            ParamSpec("router_scale", (self.hidden_size,), (f"{at}scale",), Role.VECTOR),
+            ParamSpec("expert_scale", (self.experts,), (f"{at}per_expert_scale",), Role.VECTOR),
+        )
+
+    def __call__(self, x: Tensor, params: Params) -> Routing:
+        """Experts for x [tokens, hidden_size], not normed; probabilities in f32."""
+        ones = torch.ones(self.hidden_size, dtype=x.dtype, device=x.device)
+        scaled = ops.rms_norm(x, ones, self.eps) * params["router_scale"].data.to(x.dtype)
+        logits = ops.linear(scaled * self.hidden_size**-0.5, params["router"])
+        chosen, scales = ops.softmax_topk(logits, self.top_k, renormalise=True)
+        return Routing(chosen, scales * params["expert_scale"].data.float()[chosen])
+
+
+@dataclass(frozen=True, slots=True)
 class GroupedSoftmaxRouter:
     """DeepSeek-V2: softmax, from the `kept_groups` groups with the best expert (arXiv 2405.04434).
 

@@ -1,4 +1,4 @@
-"""Attention whose result is normed, in the place of its input (OLMo 2)."""
+"""Attention with norms of the queries and of the keys of all heads as one row (OLMo 2)."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,12 @@ class PostNormAttention:
     """`attention` to tokens as they are; its norm is of the result (arXiv 2501.00656).
 
     Queries and keys are normed before they are rotated, those of all heads as one row.
+
+    pre_norm   The norm is of what comes in, as usual (MiniMax-M2).
     """
 
     attention: Attention
+    pre_norm: bool = False
 
     @property
     def kv(self) -> KVLayer:
@@ -54,10 +57,13 @@ class PostNormAttention:
     ) -> Tensor:
         """The norm of attention to hidden [tokens, hidden_size], same shape.  Appends to `kv`.
 
+        With `pre_norm`, attention to the norm of hidden.
+
         The norm's weight is `norm` of `params`.
         """
         own = self.attention
-        projected = ops.linear_many(hidden, params, ("q_proj", "k_proj", "v_proj"))
+        x = own.norm(hidden, params["norm"]) if self.pre_norm else hidden
+        projected = ops.linear_many(x, params, ("q_proj", "k_proj", "v_proj"))
         query_norm, key_norm = self._norms()
         query, key, value = projected.split((query_norm.width, key_norm.width, key_norm.width), 1)
         query, key = query_norm(query, params["q_norm"]), key_norm(key, params["k_norm"])
@@ -65,4 +71,5 @@ class PostNormAttention:
         query, key = heads[:, : own.heads], heads[:, own.heads : own.heads + own.kv_heads]
         ops.rope_inplace(query, key, *own.rotary.cos_sin(step))
         out = kv.append_attend(layer, step, heads, scale=own.scale, softcap=own.softcap)
-        return own.norm(project(out, params, "o_proj"), params["norm"])
+        result = project(out, params, "o_proj")
+        return result if self.pre_norm else own.norm(result, params["norm"])

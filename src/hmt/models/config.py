@@ -101,6 +101,8 @@ _COUNTS = (
 )
 _PARTIAL = (
     "bamba",
+    "glm4_moe",
+    "minimax_m2",
     "phi3",
     "qwen3_next",
     "qwen3_5_text",

@@ -1,6 +1,7 @@
-"""Gemma 4, the dense text models: E2B and E4B, with embeddings of each layer, and larger ones."""
+"""Gemma 4, the text models: E2B and E4B, with embeddings of each layer; larger ones; experts."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from hmt.layers import (
     Params,
     ResidualFFN,
     RMSNorm,
+    ScaledSoftmaxRouter,
     SharingAttention,
+    request_experts,
+    routed_experts,
 )
 from hmt.models.config import Config, activation, attention, layer_kinds, norm, require, rotary
-from hmt.models.decoder import Decoder, attention_block, ffn_block
+from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block, router_block
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LAYER_ROWS = BlockId(TRUNK, BlockKind.EMBEDDING, 1)
@@ -37,7 +41,6 @@ class Gemma4(Decoder):
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "use_bidirectional_attention", None, "vision", False)
-        require(config, "enable_moe_block", False)
         self.norm = norm(config)
         kinds = layer_kinds(config, _FULL, _SLIDING)
         self.attention = _attention(config, self.norm, kinds)
@@ -46,14 +49,19 @@ class Gemma4(Decoder):
             ResidualFFN(_network(config, wide=sharing), self.norm, post_norm=True)
             for sharing in shares
         ]
+        self.router, self.shared, self.expert = _experts(config)
         self.inputs = _layer_embedding(config)
         self.rows = config.vocab_size_per_layer_input
         widths = [layer.activation_width for layer in self.attention]
         widths += [layer.activation_width for layer in self.ffn]
+        if self.router is not None:
+            # Beside the network of all tokens: what experts are given, and both results.
+            widths.append(max(widths) + 3 * config.hidden_size + self.expert.activation_width)
         super().__init__(
             config,
             dtype,
             norm=self.norm,
+            router=self.router,
             kv=[layer.kv for layer in self.attention],
             activation_width=max(widths) + (self.inputs.activation_width if self.inputs else 0),
             ignored=[
@@ -84,14 +92,27 @@ class Gemma4(Decoder):
             *self.attention[index].params(f"{at}self_attn."),
             self.norm.param("post_norm", f"{at}post_attention_layernorm.weight"),
         )
-        yield ffn_block(
-            index,
-            self.norm.param("norm", f"{at}pre_feedforward_layernorm.weight"),
-            *self.ffn[index].ffn.params(f"{at}mlp."),
+        norm = self.norm.param("norm", f"{at}pre_feedforward_layernorm.weight")
+        ending = (
             self.norm.param("post_norm", f"{at}post_feedforward_layernorm.weight"),
             *(self.inputs.params(index, at) if self.inputs else ()),
             ParamSpec("scalar", (1,), (f"{at}layer_scalar",), Role.VECTOR),
         )
+        if self.router is None:
+            yield ffn_block(index, norm, *self.ffn[index].ffn.params(f"{at}mlp."), *ending)
+            return
+        yield router_block(
+            index,
+            norm,
+            *self.shared[index].params(f"{at}mlp."),
+            self.norm.param("shared_norm", f"{at}post_feedforward_layernorm_1.weight"),
+            *self.router.params(f"{at}router."),
+            self.norm.param("expert_norm", f"{at}pre_feedforward_layernorm_2.weight"),
+            self.norm.param("found_norm", f"{at}post_feedforward_layernorm_2.weight"),
+            *ending,
+        )
+        for expert in range(self.router.experts):
+            yield expert_block(index, expert, *self.expert.params(f"{at}experts.{expert}."))
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
@@ -111,11 +132,35 @@ class Gemma4(Decoder):
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             x = self.attention[index](hidden, index, step, params, kv)
             x = self.norm(x, params["post_norm"])
+        if self.router is not None:
+            return self._sparse(index, hidden + x, step, weights)
         with weights.lease(BlockId(index, BlockKind.FFN)) as params:
             hidden = self.ffn[index](hidden, x, params)
             where = params["scalar"].data.device  # of the block, which the CPU may compute
             ended = self._ended(index, hidden.to(where), step, params)
         return ended.to(hidden.device)
+
+    def _sparse(self, index: int, hidden: Tensor, step: Step, weights: Weights) -> Tensor:
+        """The second half of a layer: a network for all tokens, and experts beside it."""
+        assert self.router is not None
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            routing = self.router(hidden, params)
+            given = self.norm(hidden, params["expert_norm"])
+            # On their way while the shared one computes.
+            request_experts(given, routing, hidden, index, self.expert, weights)
+            shared = self.shared[index](self.norm(hidden, params["norm"]), params)
+            shared = self.norm(shared, params["shared_norm"])
+        found = routed_experts(given, routing, index, self.expert, weights)
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            both = shared + self.norm(found, params["found_norm"])
+            hidden = hidden + self.norm(both, params["post_norm"])
+            return self._ended(index, hidden, step, params)
+
+    @override
+    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
+        assert self.router is not None
+        with weights.lease(BlockId(index, BlockKind.ROUTER)) as params:
+            return self.router(hidden, params).experts
 
     def _ended(self, index: int, hidden: Tensor, step: Step, params: Params) -> Tensor:
         """What comes behind the network of a layer."""
@@ -161,6 +206,31 @@ def _network(config: Config, *, wide: bool) -> GatedFFN:
     """That of a layer; one that shares keys and values may be twice as wide."""
     width = config.intermediate_size * (2 if wide and config.use_double_wide_mlp else 1)
     return GatedFFN(config.hidden_size, width, activation(config, "hidden_activation"))
+
+
+def _experts(config: Config) -> tuple[ScaledSoftmaxRouter | None, list[GatedFFN], GatedFFN]:
+    """Who chooses them, networks of all tokens beside them, and one of them; None: there are none.
+
+    The networks are as wide as those of layers without experts.
+    """
+    act = activation(config, "hidden_activation")
+    if not config.enable_moe_block:
+        return None, [], GatedFFN(config.hidden_size, 1, act)
+    top_k, experts, width = config.top_k_experts, config.num_experts, config.moe_intermediate_size
+    if not all(type(count) is int and count > 0 for count in (top_k, experts, width)):
+        raise CheckpointError(
+            f"top_k_experts, num_experts and moe_intermediate_size are {top_k!r}, {experts!r} and "
+            f"{width!r}; each must be above 0 where enable_moe_block is true"
+        )
+    if top_k > experts:
+        raise CheckpointError(f"top_k_experts is {top_k} of {experts} experts")
+    router = ScaledSoftmaxRouter(config.hidden_size, experts, top_k, config.rms_norm_eps)
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    networks = [
+        replace(_network(config, wide=index >= first), prefix="shared_")
+        for index in range(config.num_hidden_layers)
+    ]
+    return router, networks, GatedFFN(config.hidden_size, width, act)
 
 
 def _layer_embedding(config: Config) -> LayerEmbedding | None:

@@ -1,32 +1,40 @@
-"""Mixtral 8x7B and 8x22B (arXiv 2401.04088)."""
+"""Mixtral 8x7B and 8x22B (arXiv 2401.04088), and MiniMax-M2."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
-from hmt.layers import Experts, FusableLayer, SoftmaxRouter, request_experts, routed_experts
-from hmt.models.config import Config, attention, check_experts, gated_ffn, norm, rotary
+from hmt.layers import (
+    Attention,
+    BiasedSigmoidRouter,
+    Experts,
+    FusableLayer,
+    PostNormAttention,
+    SoftmaxRouter,
+    request_experts,
+    routed_experts,
+)
+from hmt.models.config import Config, attention, check_experts, gated_ffn, norm, require, rotary
 from hmt.models.decoder import Decoder, attention_block, expert_block, router_block
 
 
 class Mixtral(Decoder):
     """Mistral with experts in place of the FFN; each token goes to the most probable few."""
 
+    attention: Attention | PostNormAttention
+    router: SoftmaxRouter | BiasedSigmoidRouter
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
-        self.attention = attention(config, rotary(config), window=config.sliding_window or 0)
+        self.attention = self._attention_of(config)
         check_experts(config, config.num_local_experts)
-        self.router = SoftmaxRouter(
-            config.hidden_size,
-            config.num_local_experts,
-            config.num_experts_per_tok,
-            renormalise=True,
-        )
+        self.router = self._router_of(config)
         self.expert = gated_ffn(config)
         super().__init__(
             config,
@@ -36,6 +44,13 @@ class Mixtral(Decoder):
             activation_width=max(self.attention.activation_width, self.expert.activation_width),
             router=self.router,
         )
+
+    def _attention_of(self, config: Config) -> Attention | PostNormAttention:
+        return attention(config, rotary(config), window=config.sliding_window or 0)
+
+    def _router_of(self, config: Config) -> SoftmaxRouter | BiasedSigmoidRouter:
+        experts, top_k = config.num_local_experts, config.num_experts_per_tok
+        return SoftmaxRouter(config.hidden_size, experts, top_k, renormalise=True)
 
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
@@ -48,15 +63,22 @@ class Mixtral(Decoder):
         yield router_block(
             index,
             self.norm.param("norm", f"{at}post_attention_layernorm.weight"),
-            *self.router.params(f"{at}block_sparse_moe.gate"),
+            *self.router_params(f"{at}block_sparse_moe."),
         )
         for expert in range(self.router.experts):
             names = (f"{at}block_sparse_moe.experts.{expert}.", ("w1", "w3", "w2"))
             yield expert_block(index, expert, *self.expert.params(*names))
 
+    def router_params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Of a router, called `at` + gate in the checkpoint."""
+        return self.router.params(f"{at}gate")
+
     @override
-    def fusable_layer(self, index: int) -> FusableLayer:
-        return FusableLayer(self.attention, Experts(self.norm, self.router, self.expert))
+    def fusable_layer(self, index: int) -> FusableLayer | None:
+        own, router = self.attention, self.router
+        if not isinstance(own, Attention) or not isinstance(router, SoftmaxRouter):
+            return None
+        return FusableLayer(own, Experts(self.norm, router, self.expert))
 
     @override
     def layer(
@@ -69,3 +91,28 @@ class Mixtral(Decoder):
             routing = self.router(x, params)
         request_experts(x, routing, hidden, index, self.expert, weights)
         return hidden + routed_experts(x, routing, index, self.expert, weights)
+
+
+class MiniMaxM2(Mixtral):
+    """Experts by sigmoids with a bias; queries and keys of all heads are normed as one row."""
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        require(config, "scoring_func", "sigmoid")
+        require(config, "use_qk_norm", True)
+        super().__init__(config, dtype)
+
+    @override
+    def _attention_of(self, config: Config) -> PostNormAttention:
+        return PostNormAttention(attention(config, rotary(config)), pre_norm=True)
+
+    @override
+    def _router_of(self, config: Config) -> BiasedSigmoidRouter:
+        experts, top_k = config.num_local_experts, config.num_experts_per_tok
+        return BiasedSigmoidRouter(
+            config.hidden_size, experts, top_k, groups=1, kept_groups=1, renormalise=True, scale=1.0
+        )
+
+    @override
+    def router_params(self, at: str) -> tuple[ParamSpec, ...]:
+        weight, bias = self.router.params(f"{at}gate")
+        return weight, replace(bias, sources=(f"{at}e_score_correction_bias",))

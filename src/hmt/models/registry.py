@@ -10,7 +10,7 @@ import torch
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
-from hmt.models.deepseek import AXK2, DeepSeekV2, DeepSeekV3, DeepSeekV32, GlmMoeDsa
+from hmt.models.deepseek import AXK2, DeepSeekV2, DeepSeekV3, DeepSeekV32, Glm4Moe, GlmMoeDsa
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gemma4 import Gemma4
 from hmt.models.gpt_oss import GptOss
@@ -26,7 +26,7 @@ from hmt.models.linear_attention import (
 )
 from hmt.models.llama import Llama
 from hmt.models.mistral import Mistral
-from hmt.models.mixtral import Mixtral
+from hmt.models.mixtral import MiniMaxM2, Mixtral
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
@@ -53,6 +53,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "FalconMambaForCausalLM": ("falcon_mamba", MambaLM),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "Gemma4ForCausalLM": ("gemma4_text", Gemma4),
+    "Glm4MoeForCausalLM": ("glm4_moe", Glm4Moe),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", GlmMoeDsa),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
@@ -64,6 +65,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "MambaForCausalLM": ("mamba", MambaLM),
     "Mamba2ForCausalLM": ("mamba2", Mamba2LM),
     "MiniMaxForCausalLM": ("minimax", MiniMax),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", MiniMaxM2),
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),
     "NemotronHForCausalLM": ("nemotron_h", NemotronH),
@@ -181,10 +183,8 @@ def _one_axis(parameters: Any) -> Any:
 
 
 def _is_left(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether transformers' modules compute it: Gemma 4 with experts, A.X-K2 with their groups."""
-    if name == "AXK2ForCausalLM":
-        return config.get("n_group") not in (None, 1)
-    return name == "Gemma4ForCausalLM" and bool(config.get("enable_moe_block"))
+    """Whether transformers' modules compute it: A.X-K2's experts where they are in groups."""
+    return name == "AXK2ForCausalLM" and config.get("n_group") not in (None, 1)
 
 
 def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:

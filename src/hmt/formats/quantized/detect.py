@@ -39,6 +39,8 @@ _METHODS: dict[str, Callable[[Quantized], None]] = {
 }
 # Models whose experts are published in one tensor for each layer.
 _STACKED = (
+    "Gemma4ForCausalLM",
+    "Gemma4ForConditionalGeneration",
     "Qwen3NextForCausalLM",
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and families whose tokens attend to a selection."""
+"""DeepSeek-V2 and V3, what GLM-4.5 has of them, and families that attend to a selection."""
 
 from hmt.models.deepseek.axk2 import AXK2
 from hmt.models.deepseek.dense import (
@@ -8,4 +8,5 @@ from hmt.models.deepseek.dense import (
     latent_scale,
     prediction_layers,
 )
+from hmt.models.deepseek.glm4_moe import Glm4Moe
 from hmt.models.deepseek.sparse import DeepSeekV32, GlmMoeDsa

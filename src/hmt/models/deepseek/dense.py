@@ -37,7 +37,7 @@ from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block
 
 
 class LatentDecoder(Decoder):
-    """Latent attention; behind it a dense network, or shared and routed experts.
+    """Latent attention, unless `mix` says otherwise; a dense network, or shared and routed experts.
 
     sparse   which layers have experts
     """
@@ -81,6 +81,35 @@ class LatentDecoder(Decoder):
             shared = self.shared(x, params)
         return add_routed_experts(hidden, shared, x, routing, index, self.expert, weights)
 
+    def norm_params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Of a norm before attention, or before a router."""
+        return (self.norm.param("norm", f"{at}weight"),)
+
+    def attention_params(self, index: int, at: str) -> tuple[ParamSpec, ...]:
+        """Of layer `index`, called `at` + kv_a_proj_with_mqa and so on."""
+        return self.attention.params(at)
+
+    @override
+    def layer_params(self, index: int) -> Iterator[BlockSpec]:
+        at = f"model.layers.{index}."
+        yield attention_block(
+            index,
+            *self.norm_params(f"{at}input_layernorm."),
+            *self.attention_params(index, f"{at}self_attn."),
+        )
+        if not self.sparse[index]:
+            norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
+            yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}mlp."))
+            return
+        yield router_block(
+            index,
+            *self.norm_params(f"{at}post_attention_layernorm."),
+            *self.router.params(f"{at}mlp.gate"),
+            *self.shared.params(f"{at}mlp.shared_experts."),
+        )
+        for expert in range(self.router.experts):
+            yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
+
 
 class DeepSeek(LatentDecoder):
     """Latent attention; dense first layers, then shared and routed experts.
@@ -112,7 +141,7 @@ class DeepSeek(LatentDecoder):
             prefix="shared_",
         )
         self.expert = gated_ffn(config, config.moe_intermediate_size)
-        self.sparse = _sparse_layers(config)
+        self.sparse = sparse_layers(config)
         parts = (self.attention, self.ffn, self.shared, self.expert)
         super().__init__(
             config,
@@ -124,35 +153,6 @@ class DeepSeek(LatentDecoder):
             router=self.router,
             ignored=prediction_layers(config),
         )
-
-    def norm_params(self, at: str) -> tuple[ParamSpec, ...]:
-        """Of a norm before attention, or before a router."""
-        return (self.norm.param("norm", f"{at}weight"),)
-
-    def attention_params(self, index: int, at: str) -> tuple[ParamSpec, ...]:
-        """Of layer `index`, called `at` + kv_a_proj_with_mqa and so on."""
-        return self.attention.params(at)
-
-    @override
-    def layer_params(self, index: int) -> Iterator[BlockSpec]:
-        at = f"model.layers.{index}."
-        yield attention_block(
-            index,
-            *self.norm_params(f"{at}input_layernorm."),
-            *self.attention_params(index, f"{at}self_attn."),
-        )
-        if not self.sparse[index]:
-            norm = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
-            yield ffn_block(index, norm, *self.ffn.ffn.params(f"{at}mlp."))
-            return
-        yield router_block(
-            index,
-            *self.norm_params(f"{at}post_attention_layernorm."),
-            *self.router.params(f"{at}mlp.gate"),
-            *self.shared.params(f"{at}mlp.shared_experts."),
-        )
-        for expert in range(self.router.experts):
-            yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
 
 
 class DeepSeekV2(DeepSeek):
@@ -183,21 +183,26 @@ class DeepSeekV3(DeepSeek):
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "scoring_func", "sigmoid")
         require(config, "topk_method", "noaux_tc")
-        check_experts(config, config.n_routed_experts, config.n_group, config.topk_group)
-        router = BiasedSigmoidRouter(
-            config.hidden_size,
-            config.n_routed_experts,
-            config.num_experts_per_tok,
-            groups=config.n_group,
-            kept_groups=config.topk_group,
-            renormalise=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-        )
+        router = biased_router(config)
         interleaved = getattr(config, "rope_interleave", True)
         super().__init__(config, dtype, router, interleaved=interleaved, mlp_bias=False)
 
 
-def _sparse_layers(config: Config) -> list[bool]:
+def biased_router(config: Config) -> BiasedSigmoidRouter:
+    """That of DeepSeek-V3.  Raises CheckpointError for sizes that do not belong together."""
+    check_experts(config, config.n_routed_experts, config.n_group, config.topk_group)
+    return BiasedSigmoidRouter(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        groups=config.n_group,
+        kept_groups=config.topk_group,
+        renormalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def sparse_layers(config: Config) -> list[bool]:
     """Which layers have experts."""
     if getattr(config, "mlp_layer_types", None) is None:
         dense = config.first_k_dense_replace
