@@ -57,8 +57,16 @@ def can_read_by_address(where: torch.device) -> bool:
 class HostExpertPlaces:
     """Where experts that are laid out alike may lie on a device."""
 
-    def __init__(self, some: int, view: Callable[[int], Mapping[str, WeightTensor]]) -> None:
+    def __init__(
+        self,
+        some: int,
+        view: Callable[[int], Mapping[str, WeightTensor]],
+        *,
+        others: bool = False,
+    ) -> None:
         """`view` shows the parameters of an expert that lies at an address; `some` is one.
+
+        others   whether experts that are laid out otherwise lie at these addresses by turns
 
         Raises ValueError where no kernel computes on them.
         """
@@ -76,7 +84,7 @@ class HostExpertPlaces:
         except AssertionError as error:
             raise ValueError(str(error)) from error
         if self.has_table:
-            self.cuts = _cuts_of(sample, some)
+            self.cuts = _cuts_of(sample, some, others=others)
 
     @property
     def has_table(self) -> bool:
@@ -132,16 +140,19 @@ _CUT_ROWS = 128  # of a piece at least: groups of down, and what the CPU's tiles
 _CUT_BLOCKS = ACTIVATION_BLOCK  # the same of ggml's blocks: products are rounded by as many
 
 
-def _cuts_of(sample: Mapping[str, WeightTensor], address: int) -> Cuts | None:
+def _cuts_of(
+    sample: Mapping[str, WeightTensor], address: int, *, others: bool = False
+) -> Cuts | None:
     """How experts like the one that lies at `address` may be cut; None for not at all.
 
-    Not those with biases: down's would be added by both who compute a part.
+    Not those with biases: down's would be added by both who compute a part.  Nor panels where
+    `others` lie: zeros are multiplied with what was there before, which may be no number.
     """
     up, down = sample["up_proj"], sample["down_proj"]
     packings = {w.encoding.packing for w in sample.values()}
     if packings == {Packing.BLOCKS}:
         rows = _CUT_BLOCKS
-    elif packings == {Packing.PANELS}:
+    elif packings == {Packing.PANELS} and not others:
         rows = max(_CUT_ROWS, down.group_size)
     else:
         return None

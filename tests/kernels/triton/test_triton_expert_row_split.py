@@ -67,6 +67,8 @@ def test_what_is_brought_is_what_the_device_needs(device, kind):
     memory, given = laid_out(make_experts(kind, range(COUNT), HIDDEN, WIDTH, device=device), device)
     cuts = host_experts._cuts_of(given[0][1], memory[0].data_ptr())
     assert isinstance(cuts, Cuts) and (cuts.pieces, cuts.rows) == (2, 128)
+    # Scales of another layout may be no numbers, and zeros are multiplied with them.
+    assert host_experts._cuts_of(given[0][1], memory[0].data_ptr(), others=True) is None
     slots = torch.zeros(2, memory.shape[1], dtype=torch.uint8, device=device)
     origins = torch.tensor([row.data_ptr() for row in memory], device=device)
     places = [row.data_ptr() for row in slots]

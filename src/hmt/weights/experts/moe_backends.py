@@ -366,6 +366,7 @@ class _HybridMaker:
 
         layouts = {layer: self._layouts[blocks[0]] for layer, blocks in layers.items()}
         largest = max(layout.slot_bytes for layout in layouts.values())
+        mixed = not _laid_out_alike(list(layouts.values()))
         staging = take(part.staging_slots, largest, shared)
         backends, places = {}, list[tuple[BlockLayout, HostExpertPlaces]]()
         for layer, blocks in layers.items():
@@ -375,7 +376,8 @@ class _HybridMaker:
             known = (its for other, its in places if _laid_out_alike([layout, other]))
             here = next(known, None)
             if here is None:
-                here = HostExpertPlaces(next(iter(slots)), _views_of(layout, slots))
+                views = _views_of(layout, slots)
+                here = HostExpertPlaces(next(iter(slots)), views, others=mixed)
                 places.append((layout, here))
             backends[layer] = HybridExperts(
                 layer,
