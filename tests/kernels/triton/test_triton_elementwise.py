@@ -137,6 +137,19 @@ def test_gated(device, dtype, activation):
     torch.testing.assert_close(found, wanted, rtol=STEPS[dtype], atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_gated(device, dtype):
+    for rows, width, gates in [(3, 100, 100), (1, 300, 1), (5, 7, 1), (0, 8, 8), (66, 40, 40)]:
+        x = random(21, rows, 2 * width, dtype=dtype, device=device)[:, :width] * 4
+        gate = random(22, rows, 2 * gates, dtype=dtype, device=device)[:, ::2] * 4
+        if gates > 10 and rows:
+            gate[0, :5] = torch.tensor([0, -0.0, 90, -90, 1e-8], device=device)
+        wanted = reference.sigmoid_gated(x, gate)
+        found = elementwise.sigmoid_gated(x, gate)
+        assert found.dtype is dtype and found.shape == wanted.shape
+        torch.testing.assert_close(found, wanted, rtol=STEPS[dtype], atol=1e-5)
+
+
 def test_an_unknown_activation_is_refused(device):
     x = torch.ones(1, 2, device=device)
     with pytest.raises(ConfigError, match="selu"):

@@ -23,7 +23,13 @@ from hmt.kernels.triton.elementwise.norms import (
     rms_norm_inplace,
     rms_norm_quantize,
 )
-from hmt.kernels.triton.elementwise.rope_gate import gated, gated_pair, rope, rope_inplace
+from hmt.kernels.triton.elementwise.rope_gate import (
+    gated,
+    gated_pair,
+    rope,
+    rope_inplace,
+    sigmoid_gated,
+)
 from hmt.kernels.triton.elementwise.sampling import greedy, logit_stats
 from hmt.kernels.triton.elementwise.sampling import survey_rows as logit_stats_of
 from hmt.kernels.triton.fused_layers import attention_inputs, feed_forward
@@ -125,6 +131,7 @@ __all__ = [
     "scattered_experts",
     "selective_scan",
     "send_pages",
+    "sigmoid_gated",
     "softmax_topk",
     "state_space_scan",
     "take_from_host",
