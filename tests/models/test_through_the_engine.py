@@ -39,7 +39,9 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
     least = smallest_budget(prepare(tmp_path, config).demand, PlanOptions(0, 64, 16))
     found, kind = [], case.config.model_type
     chunked = any(name in kind for name in CHUNKED)
-    apart = chunked or any(name in kind for name in ("deepseek", "glm_moe_dsa", "lfm2", "jamba"))
+    apart = chunked or any(
+        name in kind for name in ("deepseek", "glm_moe_dsa", "lfm2", "jamba", "qwen4")
+    )
     ways = [(1 << 26, "overlapped"), (least, "overlapped")]
     ways += [((1 << 26, least)[case.seed % 2], "plain")]  # a family has variants of both kinds
     for budget, executor in ways:

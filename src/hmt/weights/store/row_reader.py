@@ -46,7 +46,8 @@ class RowReader:
     def __init__(self, queue: ReadQueue, pool: HostPool, *, verify: bool = True) -> None:
         """`pool` holds the buffer for rows on disk, and the checksums of a pack's rows.
 
-        One lookup at a time uses all of it.  Without `verify` rows of packs are not checked.
+        One batch of a lookup at a time uses all of it.  Without `verify` rows of packs are not
+        checked.
         """
         self._queue = queue
         self._pool = pool
@@ -74,8 +75,10 @@ class RowReader:
         if len(ids) <= _FEW_ROWS:
             return torch.stack([_row(table.holders, index, views) for index in ids.tolist()])
         rows = torch.empty(len(ids), table.width, dtype=form.dtype)
-        for holder in table.holders:
-            here = (ids >= holder.first) & (ids < holder.end)
+        firsts = torch.tensor([holder.first for holder in table.holders])
+        order = torch.searchsorted(firsts, ids, right=True) - 1
+        for number in sorted(set(order.tolist())):  # a table may have hundreds of shards
+            here, holder = order == number, table.holders[number]
             rows[here] = views(holder.block)[holder.name].data[ids[here] - holder.first]
         return rows
 
@@ -86,12 +89,15 @@ class RowReader:
         """
         table = layout.tables[name]
         distinct, back = torch.unique(ids, return_inverse=True)
-        with self._lock:
-            sums = self._checksums(table) if self._verify else None
-            held = sum(buffer.nbytes for buffer in self._sums.values())
-            room = self._pool.account.limit_bytes - held
-            batch = max(1, room // row_span_bytes(table))
-            parts = [self._read_batch(table, part.tolist(), sums) for part in distinct.split(batch)]
+        parts, done = [], 0
+        while done < len(distinct):
+            with self._lock:  # of another lookup, a batch may come between
+                sums = self._checksums(table) if self._verify else None
+                held = sum(buffer.nbytes for buffer in self._sums.values())
+                room = self._pool.account.limit_bytes - held
+                batch = distinct[done : done + max(1, room // row_span_bytes(table))]
+                parts.append(self._read_batch(table, batch.tolist(), sums))
+            done += len(batch)
         return torch.cat(parts)[back]
 
     def _read_batch(self, table: Table, ids: list[int], sums: memoryview | None) -> torch.Tensor:
