@@ -182,8 +182,9 @@ class PlainKV:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert not len(positions) or positions[-1] < run.context
         assert (positions.diff() > 0).all(), "ascending"
-        key, value = self.read(layer, run)
-        return key[positions], value[positions]
+        key = self.keys[layer, run.sequence][positions]
+        value = self.values.get((layer, run.sequence))
+        return key, key[..., : self.layers[layer].value_dim] if value is None else value[positions]
 
 
 class Bench:
