@@ -1,12 +1,10 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
-from hmt.layers.block_selection import BlockIndexer, BlockSparseAttention
 from hmt.layers.delta_attention import DeltaAttention
 from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
-from hmt.layers.gated_residual import GatedResidual, StreamNorm
 from hmt.layers.lightning_attention import LightningAttention, lightning_decays
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mamba import Mamba
@@ -24,7 +22,6 @@ from hmt.layers.moe import (
     routed_experts,
     router_inputs,
 )
-from hmt.layers.ngram_memory import NGramHash, NGramMemory
 from hmt.layers.norm import RMSNorm
 from hmt.layers.post_norm_attention import PostNormAttention
 from hmt.layers.rope import (
@@ -35,6 +32,13 @@ from hmt.layers.rope import (
     common_border,
     yarn_mscale,
 )
+from hmt.layers.selection import (
+    BlockIndexer,
+    BlockSparseAttention,
+    Indexer,
+    Selection,
+    SparseLatentAttention,
+)
 from hmt.layers.short_conv import ShortConv
-from hmt.layers.sparse_attention import Indexer, Selection, SparseLatentAttention
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers
+from hmt.layers.streams import GatedResidual, NGramHash, NGramMemory, StreamNorm
