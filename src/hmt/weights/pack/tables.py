@@ -1,7 +1,8 @@
 """Tables that are published as codes (embeddings of GGUF files) lie in packs as numbers, in f32.
 
-Shards of a table lie one after the other.  A row is then one piece of an extent, found and checked as every other pack's, whatever the table
-was published in; where it lies on the disk, a lookup reads few rows of it.
+Shards of a table lie one after the other.  A row is then one piece of an extent, found and checked
+as every other pack's, whatever the table was published in; where it lies on the disk, a lookup
+reads few rows of it.
 """
 
 from collections.abc import Mapping, Sequence
