@@ -18,7 +18,7 @@ FOLLOWED = (
     "longcat_flash", "roberta, is_decoder",
     "gemma4, text part", "glm4v, text part", "llama4, text part",
 )  # fmt: skip
-OWN = ("deepseek_v32", "glm_moe_dsa")  # families of HMT's
+OWN = ("deepseek_v32", "glm_moe_dsa", "qwen4_exp_text", "qwen4_exp, text part")  # HMT's families
 REFUSED = {
     "electra": "an encoder .is_decoder is false., whose tokens see those behind them",
     "musicgen": "an encoder beside its decoder",
