@@ -26,6 +26,7 @@ _COMPONENT_ALIGNMENT = 64
 # Tables in a form of their own come into memory so many published bytes at a time: they are the
 # largest parameters, and staging memory for one of them whole would be missing elsewhere.
 _TABLE_PIECE_BYTES = 16 * MIB
+MOST_KEPT_SUM_BYTES = 4 * MIB  # of a table of 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,14 @@ class RowSums:
     run_rows: int
     file: FileRange
     seal: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory for all of them, once a row was read; 0: too many, a page is read with each run.
+
+        Those of 95 GiB of n-grams would take 195 MiB.
+        """
+        return self.file.nbytes if self.file.nbytes <= MOST_KEPT_SUM_BYTES else 0
 
 
 @dataclass(frozen=True, slots=True)
