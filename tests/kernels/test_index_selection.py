@@ -32,10 +32,13 @@ def test_single_rows_are_those_of_whole_pages(layout: PageLayout) -> None:
     value = None if layout.latent else torch.randn(tokens, layout.heads, 16, generator=random)
     runs = AttentionMetadata([PagedSegment(0, tokens, 0, table)])
     reference.append_pages(pages, 1, runs, key, value)
-    wanted, _ = reference.read_pages(pages, 1, table, tokens)
+    wanted, values = reference.read_pages(pages, 1, table, tokens)
     for positions in (torch.tensor([59, 0, 17, 17, 16]), torch.arange(tokens), torch.arange(0)):
         found = ops.read_rows(pages, 1, table[positions // 16], positions % 16)
         assert found.dtype == wanted.dtype and torch.equal(found, wanted[positions])
+        if not layout.latent:
+            found = ops.read_value_rows(pages, 1, table[positions // 16], positions % 16)
+            assert found.dtype == values.dtype and torch.equal(found, values[positions])
 
 
 def wanted_of(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

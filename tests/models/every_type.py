@@ -66,6 +66,12 @@ _SMALL: dict[str, int] = {
     "linear_value_head_dim": 16, "chunk_size": 8, "lru_width": 64, "rotary_dim": 8,
 }  # fmt: skip
 _IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# As published: an indexer, and a table of n-grams in the first layer.
+_QWEN4: dict[str, Any] = {
+    "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 6,
+    "indexer_compress_ratio": 3, "hc_lowrank": 16, "ple_layer_ids": [1], "ple_embed_dim": 32,
+    "ngram_vocab_size_base": 50, "split_ngram_parts": 8, "eos_token_id": 2,
+}  # fmt: skip
 # What else a type needs, to be built so small or to compute what a published one does.
 _MORE: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {
@@ -86,6 +92,8 @@ _MORE: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "ministral": {"head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True},
 }  # fmt: skip
 # Of a type that publishes models of several kinds, one that its defaults are not.
@@ -150,7 +158,10 @@ def config_of(name: str) -> Any:
     """A small configuration."""
     model_type, variant = VARIANTS.get(name, (_of(name)[0], {}))
     kind, more = CONFIG_MAPPING[model_type], _MORE.get(model_type, {}) | variant
-    fields = _small(kind()) | more
+    fields = _small(kind())
+    for field, value in more.items():
+        inner = fields.get(field)
+        fields[field] = inner | value if isinstance(inner, dict) else value
     if model_type == "prophetnet":
         del fields["num_hidden_layers"]  # it counts two kinds
     return kind(**fields)

@@ -45,6 +45,7 @@ class ResidentWeights:
         }
         self.leased: list[BlockId] = []
         self.requested: list[tuple[tuple[BlockId, ...], Priority]] = []
+        self.requested_rows: dict[BlockId, torch.Tensor] = {}
 
     def _bind(self, param: ParamSpec) -> WeightTensor:
         source = next(name for name in param.sources if name in self.tensors)
@@ -90,7 +91,12 @@ class ResidentWeights:
     ) -> None:
         assert len(hidden) == len(experts)
 
+    def request_rows(self, block: BlockId, name: str, ids: torch.Tensor) -> None:
+        self.requested_rows[block] = ids
+
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
+        if block in self.requested_rows:
+            assert torch.equal(self.requested_rows.pop(block), ids)
         return self.blocks[block][name].data[ids]
 
     @property
@@ -171,10 +177,14 @@ class PlainKV:
         value = self.values.get((layer, run.sequence), key[..., : self.layers[layer].value_dim])
         return key[: run.context], value[: run.context]
 
-    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+    def gather(
+        self, layer: int, run: Segment, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert not len(positions) or positions[-1] < run.context
         assert (positions.diff() > 0).all(), "ascending"
-        return self.keys[layer, run.sequence][positions]
+        key = self.keys[layer, run.sequence][positions]
+        value = self.values.get((layer, run.sequence))
+        return key, key[..., : self.layers[layer].value_dim] if value is None else value[positions]
 
 
 class Bench:
@@ -186,6 +196,7 @@ class Bench:
         self.model = model
         self.weights = ResidentWeights(model.spec, tensors, tile)
         self.kv = PlainKV(model.spec)
+        self.texts: dict[int, list[int]] = {}  # tokens by sequence
 
     def run(self, *parts: tuple[int, int, list[int]]) -> torch.Tensor:
         """Logits of all tokens of one step; parts are (sequence, start, token ids)."""
@@ -194,12 +205,18 @@ class Bench:
     @torch.inference_mode()
     def compute(self, *parts: SegmentRequest) -> torch.Tensor:
         """Logits of the rows that the parts of one step ask for: f32 [rows, vocab]."""
-        step = Step.build(parts)
+        step = Step.build(map(self._with_preceding, parts))
         hidden = self.model.embed(step, self.weights)
         for index in range(self.model.spec.layers):
             hidden = self.model.layer(index, hidden, step, self.weights, self.kv)
         assert hidden.dtype is self.model.dtype
         return self.model.head(hidden[step.logit_rows], self.weights)
+
+    def _with_preceding(self, part: SegmentRequest) -> SegmentRequest:
+        text = self.texts.setdefault(part.sequence, [])
+        text[part.start :] = part.tokens
+        first = max(0, part.start - self.model.spec.token_window)
+        return part._replace(preceding=tuple(text[first : part.start]))
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
@@ -243,12 +260,18 @@ def published(model: PreTrainedModel, folder: Path) -> tuple[dict[str, Any], dic
 
 
 def _joined(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convolutions of queries, keys and values as one, as hmt.formats finds them."""
+    """Convolutions of queries, keys and values, and shards of tables, as hmt.formats joins them."""
     end = "_conv1d.weight"
     for name in [name for name in tensors if name.endswith(f".q{end}")]:
         at = name.removesuffix(f"q{end}")
         parts = [tensors.pop(f"{at}{part}{end}") for part in "qkv"]
         tensors[f"{at}conv1d.weight"] = torch.cat(parts)
+    end = ".shard_0.weight"
+    for name in [name for name in tensors if name.endswith(end)]:
+        at, shards = name.removesuffix(end), []
+        while (shard := tensors.pop(f"{at}.shard_{len(shards)}.weight", None)) is not None:
+            shards.append(shard)
+        tensors[f"{at}.weight"] = torch.cat(shards)
     return tensors
 
 

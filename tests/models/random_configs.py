@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import linear_attention_configs
-from config_parts import DEEPSEEK_YARN, LINEAR, LLAMA3
+from config_parts import DEEPSEEK_YARN, FULL_KIND, LINEAR, LINEAR_KIND, LLAMA3
 from config_parts import delta as _delta
 from config_parts import latent as _latent
 from config_sizes import YARN
@@ -184,6 +184,44 @@ def _qwen3_5_moe(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _delta_experts(rng, tie_word_embeddings=True, num_experts_per_tok=1)
 
 
+def _qwen4_exp(rng: random.Random) -> Iterator[dict[str, Any]]:
+    # Tokens of the tests see more blocks than they select; with so many heads each has a score.
+    def flash(**given: Any) -> dict[str, Any]:
+        sizes = {
+            "layer_types": [LINEAR_KIND, LINEAR_KIND, FULL_KIND, LINEAR_KIND],
+            "eos_token_id": 7,
+            "hc_count": 3,
+            "hc_lowrank": 9,
+            "ple_layer_ids": [2],
+            "ple_embed_dim": 24,
+            "ple_conv_kernel_size": 3,
+            "heads_per_ngram": 2,
+            "ngram_vocab_size_base": 90,
+            "make_ngram_vocab_size_divisible_by": 12,
+            "split_ngram_parts": 3,
+            "indexer_n_heads": 16,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+            "indexer_budget": 6,
+            "indexer_compress_ratio": 3,
+        }
+        return _delta_experts(rng, **(sizes | given))
+
+    yield flash(linear_num_key_heads=2, linear_num_value_heads=4, linear_conv_kernel_dim=4)
+    yield flash(
+        hc_count=2, attention_bias=True, output_gate_type="sigmoid", ple_layer_ids=[1, 4],
+        ngram_size=4, heads_per_ngram=1, ple_embed_dim=9, ple_conv_kernel_size=4,
+        indexer_budget=5, indexer_compress_ratio=1, split_ngram_parts=1, norm_topk_prob=False,
+    )  # fmt: skip
+    first = [FULL_KIND, LINEAR_KIND, LINEAR_KIND, FULL_KIND]
+    yield flash(
+        layer_types=first, tie_word_embeddings=True, hc_count=5, ngram_size=2, heads_per_ngram=3,
+        eos_token_id=[5, 9], indexer_budget=8, indexer_compress_ratio=4, ple_layer_ids=[2, 3],
+        split_ngram_parts=4, linear_conv_kernel_dim=2,
+        **_rope({**YARN, "partial_rotary_factor": 0.5}),
+    )  # fmt: skip
+
+
 def _conv(rng: random.Random, **given: Any) -> dict[str, Any]:
     kinds = ["conv", "full_attention", "conv", "conv"]
     sizes = {"num_hidden_layers": 4, "layer_types": kinds, "conv_L_cache": rng.choice([2, 3, 4])}
@@ -328,6 +366,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "gemma4_text": _gemma4,
     "glm4_moe": _glm4_moe,
     "minimax_m2": _minimax_m2,
+    "qwen4_exp_text": _qwen4_exp,
 }
 
 

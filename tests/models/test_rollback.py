@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "max_batch": 3, "draft_tokens": DRAFTS,
 }  # fmt: skip
 NAMES = ["qwen3_next-0", "qwen3_5_text-0", "qwen3_5_moe_text-0", "lfm2-0", "lfm2_moe-0"]
-NAMES += ["kimi_linear-0", "mamba2-1", "falcon_h1-0", "jamba-0"]
+NAMES += ["kimi_linear-0", "mamba2-1", "falcon_h1-0", "jamba-0", "qwen4_exp_text-0"]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"executor": "plain"},
     "levels": {"kv_gpu_memory": "1MiB"},
@@ -69,7 +69,8 @@ class Text:
     def segment(self, count: int, guesses: list[int]) -> SegmentRequest:
         tokens = [*self.tokens[self.at : self.at + count], *guesses]
         return SegmentRequest(
-            self.sequence, self.at, tokens, len(tokens), drafts=len(guesses)
+            self.sequence, self.at, tokens, len(tokens), drafts=len(guesses),
+            preceding=tuple(self.tokens[max(0, self.at - 3) : self.at]),
         )  # fmt: skip
 
 

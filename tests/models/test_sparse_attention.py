@@ -90,7 +90,9 @@ class CountingKV(PlainKV):
             self.latents += run.context
         return super().read(layer, run)
 
-    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+    def gather(
+        self, layer: int, run: Segment, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.latents += len(positions)
         return super().gather(layer, run, positions)
 

@@ -40,7 +40,8 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
     found, kind = [], case.config.model_type
     chunked = kind != "minimax_m2" and any(name in kind for name in CHUNKED)
     apart = chunked or any(
-        name in kind for name in ("axk2", "deepseek", "gemma4", "glm", "lfm2", "jamba", "minimax")
+        name in kind
+        for name in ("axk2", "deepseek", "gemma4", "glm", "lfm2", "jamba", "minimax", "qwen4")
     )
     ways = [(1 << 26, "overlapped"), (least, "overlapped")]
     ways += [((1 << 26, least)[case.seed % 2], "plain")]  # a family has variants of both kinds

@@ -16,6 +16,7 @@ from hmt.contracts.encoding import Encoding
 from hmt.contracts.plan import Tier
 from hmt.memory import HostPool, Ledger, PreadReader, ReadQueue
 from hmt.quant import Format
+from hmt.weights import layout
 from hmt.weights.binding import BoundParam, BoundPart
 from hmt.weights.checksum import RunSums, checksum, pack_sums
 from hmt.weights.layout import BlockLayout, RowSpan, RowSums, Table, TablePart
@@ -81,9 +82,25 @@ class Lookup:
     width=st.sampled_from([3, 64, 100, 700, 2048, 3000]),
     gap_bytes=st.sampled_from([0, 64, 4096]),
     batch=st.integers(1, 5),
+    kept=st.booleans(),
     data=st.data(),
 )
 def test_rows_are_right_and_damage_is_found(
+    tmp_path: Path,
+    spans: list[int],
+    width: int,
+    gap_bytes: int,
+    batch: int,
+    kept: bool,
+    data: st.DataObject,
+) -> None:
+    """Whether checksums are all kept in memory, or read with the rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "MOST_KEPT_SUM_BYTES", 4096 * kept * len(spans))
+        _check_rows(tmp_path, spans, width, gap_bytes, batch, data)
+
+
+def _check_rows(
     tmp_path: Path, spans: list[int], width: int, gap_bytes: int, batch: int, data: st.DataObject
 ) -> None:
     file = tmp_path / "table"

@@ -22,7 +22,7 @@ class BlockKind(enum.StrEnum):
 
 
 class BlockId(NamedTuple):
-    """Names one block.  `index` counts experts of a layer, or chunks of the head."""
+    """Names one block.  `index` counts experts of a layer, chunks of the head, or tables."""
 
     layer: int
     kind: BlockKind
@@ -30,7 +30,8 @@ class BlockId(NamedTuple):
 
     def __str__(self) -> str:
         where = "" if self.layer == TRUNK else f"layer {self.layer} "
-        which = f" {self.index}" if self.kind in (BlockKind.EXPERT, BlockKind.HEAD) else ""
+        counted = self.index or self.kind in (BlockKind.EXPERT, BlockKind.HEAD)
+        which = f" {self.index}" if counted else ""
         return f"{where}{self.kind.value}{which}"
 
 

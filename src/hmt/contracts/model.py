@@ -133,6 +133,9 @@ class ModelSpec:
     index_keys          by layer: keys of its indexer, which lie beside its KV; () where no layer
                         has any
     state               by layer: recurrent state; () where no layer has any
+    second_state        by layer: what another part of it advances by itself; () where none does
+    token_window        tokens before a run that layers look at: see `Segment.preceding`
+    row_lookups         rows that a token reads of tables besides that of tokens, by block
     """
 
     architecture: str
@@ -155,6 +158,9 @@ class ModelSpec:
     state: tuple[LayerState, ...] = ()
     index_keys: tuple[KVLayer | None, ...] = ()
     kv_sources: Mapping[int, int] = field(default_factory=dict)
+    second_state: tuple[LayerState, ...] = ()
+    token_window: int = 0
+    row_lookups: Mapping[BlockId, int] = field(default_factory=dict)
 
     @property
     def kv_layers(self) -> dict[int, KVLayer]:
@@ -164,11 +170,14 @@ class ModelSpec:
         return kept | {number: layer for number, layer in keys if layer is not None}
 
     def index_layer(self, layer: int) -> int:
-        """The number by which a KV cache knows the index keys of `layer`."""
+        """The number by which a KV cache knows index keys and second state of `layer`."""
         return self.layers + layer
 
     def by_kv_layer(self, known: Mapping[int, int]) -> dict[int, int]:
-        """What is `known` by layer, also of the index keys of these layers; not of other stages."""
+        """What is `known` by layer, also of the index keys and second state of these layers.
+
+        Not of other stages.
+        """
         own = {layer: value for layer, value in known.items() if layer < self.layers}
         return own | {self.index_layer(layer): value for layer, value in own.items()}
 
@@ -178,8 +187,16 @@ class ModelSpec:
 
     @property
     def state_layers(self) -> dict[int, LayerState]:
-        """What those layers keep of a sequence that have recurrent state, by index."""
-        return {index: state for index, state in enumerate(self.state) if state}
+        """What those layers keep of a sequence that have recurrent state, by index.
+
+        `second_state` by `index_layer`.
+        """
+        kept = [*enumerate(self.state), *enumerate(self.second_state, self.layers)]
+        return {index: state for index, state in kept if state}
+
+    def state_layers_of(self, members: Collection[int]) -> dict[int, LayerState]:
+        """`state_layers` of some of the model's layers."""
+        return {i: state for i, state in self.state_layers.items() if i % self.layers in members}
 
     @property
     def state_inputs(self) -> dict[int, int]:
@@ -189,13 +206,14 @@ class ModelSpec:
 
     def journal_bytes(self, layers: Iterable[int], drafts: int) -> int:
         """What `layers` keep of a sequence so that it can go back by up to `drafts` tokens."""
-        counts = self.state_inputs
-        return 4 * drafts * sum(counts.get(index, 0) for index in layers)
+        members, counts = set(layers), self.state_inputs
+        mine = (count for index, count in counts.items() if index % self.layers in members)
+        return 4 * drafts * sum(mine)
 
     @property
     def state_bytes(self) -> int:
         """Recurrent state of one sequence, over all layers."""
-        return sum(tensor.nbytes for state in self.state for tensor in state)
+        return sum(tensor.nbytes for state in self.state_layers.values() for tensor in state)
 
 
 class FusedLayers(Protocol):

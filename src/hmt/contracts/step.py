@@ -27,6 +27,8 @@ class Segment:
                      length go by this many, and behind them by the positions up to each token.  0:
                      `context`.
     drafts           how many of the last tokens are guesses, which may be taken back
+    preceding        the tokens right before the run, oldest first: as many as there are, up to the
+                     model's `token_window`
     """
 
     sequence: int
@@ -37,6 +39,7 @@ class Segment:
     reserved_tokens: int = field(default=0, compare=False)
     whole: int = 0
     drafts: int = 0
+    preceding: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def context(self) -> int:
@@ -60,7 +63,7 @@ class SegmentRequest(NamedTuple):
     sequence             handle of the sequence in the KV cache
     start                position of the first token
     num_logit_rows       how many of the last tokens need logits: 0, 1, or all of them
-    reserved, reserved_tokens, whole, drafts   see Segment
+    reserved, reserved_tokens, whole, drafts, preceding   see Segment
     num_prompt_logprobs  how many of the first tokens have logits that are looked at and not kept
     num_pooled           how many of the last tokens have hidden states that are
     request              number of the request that the tokens belong to; 0: of none
@@ -77,6 +80,13 @@ class SegmentRequest(NamedTuple):
     whole: int = 0
     request: int = 0
     drafts: int = 0
+    preceding: tuple[int, ...] = ()
+
+    @classmethod
+    def from_list(cls, fields: list[Any]) -> "SegmentRequest":
+        """From its fields in order, as JSON has them."""
+        request = cls(*fields)
+        return request._replace(preceding=tuple(request.preceding))
 
     @property
     def length(self) -> int:
@@ -164,7 +174,7 @@ class SchedulerOutput:
         fields: dict[str, Any] = json.loads(text)
         rows = fields["logit_rows"]
         return SchedulerOutput(
-            tuple(SegmentRequest(*segment) for segment in fields["segments"]),
+            tuple(map(SegmentRequest.from_list, fields["segments"])),
             fields["prompt_tokens"],
             tuple(
                 KVOperation(name, tuple(arguments), opened)
@@ -214,7 +224,7 @@ class Step:
             offset, length = len(ids), len(part.tokens)
             end = offset + length
             limits = part.reserved, part.reserved_tokens, part.whole, part.drafts
-            runs.append(Segment(part.sequence, part.start, offset, length, *limits))
+            runs.append(Segment(part.sequence, part.start, offset, length, *limits, part.preceding))
             ids += part.tokens
             positions += range(part.start, part.start + length)
             rows += range(end - part.num_logit_rows, end)

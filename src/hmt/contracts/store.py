@@ -137,6 +137,13 @@ class Weights(Protocol):
         """Rows `ids` (int64 [n]) of table `name`: [n, width] in the table's own float dtype."""
         ...
 
+    def request_rows(self, block: BlockId, name: str, ids: torch.Tensor) -> None:
+        """Say that `rows` will be asked for the same, once, before it is for others of the table.
+
+        Never waits, never fails, may be ignored.  `ids` must not change until then.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StateRun:
@@ -267,10 +274,12 @@ class KVCache(Protocol):
         """
         ...
 
-    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
-        """Keys of some of a run's positions, read from where they lie: [positions, heads, key_dim].
+    def gather(
+        self, layer: int, run: Segment, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(key, value) of some of a run's positions, from where they lie: [positions, heads, dim].
 
         positions   int64 [positions], ascending, where layers compute; all before `run.context`
-        Copies, in the dtype of `read`.  For LATENT they have the values.
+        Copies, in the dtype of `read`.  For LATENT and INDEX, value is a slice of key.
         """
         ...

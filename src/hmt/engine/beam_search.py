@@ -73,11 +73,12 @@ class BeamSearch:
         length_penalty: float,
         chunk: int,
         border: RotaryBorder | None = None,
+        token_window: int = 0,
     ) -> None:
         """Reserves what all beams may take.
 
         run      logits of a step of these segments, on any device; told whether it is of the prompt
-        border   of the model's rotary positions
+        border, token_window   of the model
 
         Raises BudgetError where the cache has no room for all beams.
         """
@@ -88,7 +89,7 @@ class BeamSearch:
         self._eos = torch.tensor(sorted(eos_ids), dtype=torch.int64)
         self._penalty = length_penalty
         self._chunk = chunk
-        self._border = border
+        self._border, self._token_window = border, token_window
         self._whole = len(self._prompt)
         self._positions = len(self._prompt) + new_tokens
         self._computed = 0
@@ -146,7 +147,7 @@ class BeamSearch:
         first = self._computed
         tokens = list(self._prompt[first : first + count])
         last = first + count == len(self._prompt)
-        logits = self._run([self._part(self._beams[0].kv, first, tokens, last)], True)
+        logits = self._run([self._part(self._beams[0], first, tokens, last)], True)
         self._computed += count
         return logits
 
@@ -155,7 +156,7 @@ class BeamSearch:
         border = self._border
         if border is not None and not border.gradual and self._whole <= border.positions <= first:
             return self._begin_again(first + 1)
-        parts = [self._part(beam.kv, first, [beam.tokens[-1]], last=True) for beam in self._beams]
+        parts = [self._part(beam, first, [beam.tokens[-1]], last=True) for beam in self._beams]
         return self._run(parts, False)
 
     def _begin_again(self, whole: int) -> torch.Tensor:
@@ -179,12 +180,17 @@ class BeamSearch:
         for first in range(count, whole, step):
             last = first + step >= whole
             tokens = slice(first - count, first - count + step)
-            parts = [self._part(b.kv, first, list(b.tokens[tokens]), last) for b in self._beams]
+            parts = [self._part(b, first, list(b.tokens[tokens]), last) for b in self._beams]
             logits = self._run(parts, False)
         return logits
 
-    def _part(self, kv: int, first: int, tokens: list[int], last: bool) -> SegmentRequest:
-        return SegmentRequest(kv, first, tokens, int(last), self._positions, whole=self._whole)
+    def _part(self, beam: _Beam, first: int, tokens: list[int], last: bool) -> SegmentRequest:
+        count = min(first, self._token_window)
+        text = (*self._prompt, *beam.tokens)
+        return SegmentRequest(
+            beam.kv, first, tokens, int(last), self._positions, whole=self._whole,
+            preceding=text[first - count : first],
+        )  # fmt: skip
 
     def _likeliest(self, logits: torch.Tensor) -> list[tuple[int, int, float]]:
         """(beam, token, sum) of the best continuations, best first, by logits [beams, vocab]."""

@@ -53,6 +53,7 @@ class EngineCore:
             border=border,
             checkpoints=bool(self._spec.state_bytes) and memory.prefixes is not None,
             begin_answer=self._begin_answer,
+            token_window=self._spec.token_window,
         )
         self.runner = ModelRunner(prepared, config, memory, tracer)
         self._processors: dict[int, OutputProcessor] = {}  # by number, until they have ended
@@ -238,6 +239,7 @@ class EngineCore:
             chunk=self._plan.max_prefill_tokens,
             vocab_size=self._spec.vocab_size,
             layers=sorted(self._spec.kv_layers),
+            token_window=self._spec.token_window,
         )
 
     def search(
@@ -264,6 +266,7 @@ class EngineCore:
             length_penalty=length_penalty,
             chunk=self._plan.max_prefill_tokens,
             border=self._spec.rotary_border,
+            token_window=self._spec.token_window,
         )
 
     def _run_alone(self, output: SchedulerOutput, is_prompt: bool) -> torch.Tensor:

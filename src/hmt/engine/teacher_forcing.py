@@ -26,12 +26,17 @@ class TeacherForcing:
         chunk: int,
         vocab_size: int,
         layers: Sequence[int],
+        token_window: int = 0,
     ) -> None:
-        """`chunk` tokens of a prompt at most are computed in a step; `layers` are those with KV."""
+        """`chunk` tokens of a prompt at most are computed in a step; `layers` are those with KV.
+
+        token_window   of the model
+        """
         self._kv, self._run = kv, run
         self._chunk = chunk
         self._vocab_size = vocab_size
         self._layers = layers
+        self._token_window = token_window
 
     def logits(self, tokens: Sequence[int], rows: Sequence[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""
@@ -66,9 +71,11 @@ class TeacherForcing:
         kv = self._kv.open(len(tokens))
         try:
             for start, stop in pairwise(starts):
+                before = tuple(tokens[max(0, start - self._token_window) : start])
                 segment = SegmentRequest(
-                    kv, start, list(tokens[start:stop]), 0, len(tokens), whole=len(tokens)
-                )
+                    kv, start, list(tokens[start:stop]), 0, len(tokens), whole=len(tokens),
+                    preceding=before,
+                )  # fmt: skip
                 own = tuple(row - start for row in rows if start <= row < stop)
                 step = SchedulerOutput((segment,), logit_rows=own)
                 parts.append(self._run(step, start < prefill))

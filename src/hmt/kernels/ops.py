@@ -37,6 +37,7 @@ from hmt.kernels.reference.kv_pages import (
     Pages,
     read_pages,
     read_rows,
+    read_value_rows,
 )
 
 _Operation = TypeVar("_Operation", bound=Callable[..., Any])

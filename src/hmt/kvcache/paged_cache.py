@@ -196,11 +196,17 @@ class PagedKV:
         table = self._table(run.sequence)[:pages]
         return ops.read_pages(kept.pages, kept.slot, table, run.context)
 
-    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+    def gather(
+        self, layer: int, run: Segment, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         kept = self._layers[layer]
         numbers = self._table(run.sequence)[positions // PAGE_TOKENS]
-        return ops.read_rows(kept.pages, kept.slot, numbers, positions % PAGE_TOKENS)
+        rows = kept.pages, kept.slot, numbers, positions % PAGE_TOKENS
+        key = ops.read_rows(*rows)
+        if kept.pages.layout.latent:
+            return key, key[..., : kept.pages.layout.value_dim]
+        return key, ops.read_value_rows(*rows)
 
     def _table(self, sequence: int) -> torch.Tensor:
         return self._tables.table(sequence, self.allocator.pages(sequence))

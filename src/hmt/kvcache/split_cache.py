@@ -75,7 +75,9 @@ class SplitKVCache:
         """See KVCache."""
         return self._of(layer).read(layer, run)
 
-    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+    def gather(
+        self, layer: int, run: Segment, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache."""
         return self._of(layer).gather(layer, run, positions)
 

@@ -34,6 +34,8 @@ from hmt.layers.rope import (
     common_border,
     yarn_mscale,
 )
+from hmt.layers.selection import BlockIndexer, BlockSparseAttention
 from hmt.layers.sharing_attention import SharingAttention
 from hmt.layers.short_conv import ShortConv
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers
+from hmt.layers.streams import GatedResidual, NGramHash, NGramMemory, StreamNorm

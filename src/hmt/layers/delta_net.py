@@ -19,7 +19,7 @@ from hmt.layers.norm import RMSNorm
 class GatedDeltaNet:
     """The gated delta rule over convolved queries, keys and values (arXiv 2412.06464).
 
-    norm       of hidden states, before they are projected
+    norm       of hidden states, before they are projected; None: they come normed
     conv       tokens that the convolution sees, the token itself included
     eps        of the norm of results, which a projection of the token gates
     grouped    checkpoints have two projections (Qwen3-Next): of queries, keys, values and gates,
@@ -27,18 +27,20 @@ class GatedDeltaNet:
                otherwise four, each ordered by head
     apart      grouped, but gates have a projection of their own, which is ordered by head, as is
                that of Q, K and V (GGUF files of Qwen3-Next)
+    sigmoid    gates of results are the sigmoid of what is projected, not its silu
     tiled      gates, and inputs of the last projection, are those of the first head of each key
                head, then of the second of each, and so on (GGUF files of Qwen3.5)
     """
 
     hidden_size: int
     heads: ops.DeltaHeads
-    norm: RMSNorm
+    norm: RMSNorm | None
     conv: int
     eps: float
     grouped: bool
     apart: bool = False
     tiled: bool = False
+    sigmoid: bool = False
     out_norm: RMSNorm = field(init=False)
 
     def __post_init__(self) -> None:
@@ -106,9 +108,9 @@ class GatedDeltaNet:
     ) -> Tensor:
         """The layer's result for the norm of hidden [tokens, hidden_size], same shape.
 
-        Advances the layer's state in `kv`.  The norm's weight is `norm` of `params`.
+        Advances the layer's state in `kv`.  The norm's weight, if any, is `norm` of `params`.
         """
-        x = self.norm(hidden, params["norm"])
+        x = hidden if self.norm is None else self.norm(hidden, params["norm"])
         qkv, gate, rate, decay = self._grouped(x, params) if self.grouped else _each(x, params)
         state = kv.state(layer, step)
 
@@ -131,7 +133,9 @@ class GatedDeltaNet:
         if self.tiled:
             out = out.unflatten(1, (self.heads.key_heads, -1)).transpose(1, 2).flatten(1, 2)
         out = self.out_norm(out, params["out_norm"])
-        return project(ops.gated(gate, out.flatten(1), "silu"), params, "out")
+        out = out.flatten(1)
+        gated = ops.sigmoid_gated(out, gate) if self.sigmoid else ops.gated(gate, out, "silu")
+        return project(gated, params, "out")
 
     def _grouped(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys and values [tokens, width], gates, learning rates and decays."""

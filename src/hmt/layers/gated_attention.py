@@ -53,7 +53,16 @@ class GatedAttention:
         The norm's weight is `norm` of `params`.
         """
         own = self.attention
-        x = own.norm(hidden, params["norm"])
+        heads, gates = self.heads(own.norm(hidden, params["norm"]), step, params)
+        out = kv.append_attend(layer, step, heads, scale=own.scale, softcap=own.softcap)
+        return project(ops.sigmoid_gated(out, gates), params, "o_proj")
+
+    def heads(self, x: Tensor, step: Step, params: Params) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values [tokens, heads + 2 * kv_heads, head_dim], and gates.
+
+        x [tokens, hidden_size] is normed; gates are [tokens, heads * head_dim].
+        """
+        own = self.attention
         projected = ops.linear_many(x, params, ("q_proj", "k_proj", "v_proj"))
         queries = 2 * own.heads * own.head_dim
         query, gate = projected[:, :queries].unflatten(1, (own.heads, -1)).chunk(2, dim=2)
@@ -64,5 +73,4 @@ class GatedAttention:
             ops.rms_norm_inplace(query, params["q_norm"].data, norm.eps, offset=norm.offset)
             ops.rms_norm_inplace(key, params["k_norm"].data, norm.eps, offset=norm.offset)
         ops.rope_inplace(query, key, *own.rotary.cos_sin(step))
-        out = kv.append_attend(layer, step, heads, scale=own.scale, softcap=own.softcap)
-        return project(ops.sigmoid_gated(out, gate.flatten(1)), params, "o_proj")
+        return heads, gate.flatten(1)

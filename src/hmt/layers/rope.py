@@ -79,6 +79,12 @@ class Rotary:
             last = self._last[device] = (step, cos, sin)
         return last[1:]
 
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """As `cos_sin` of a sequence within the `border`, of int64 positions [n]: f32 [n, dim]."""
+        angles = positions[:, None] * self._kept_on(positions.device, long=False)
+        scale = self.attention_scaling
+        return angles.cos() * scale, angles.sin() * scale
+
     def _step_frequencies(self, step: Step) -> Tensor:
         """f32 [dim], each twice, or [tokens, dim] where tokens differ."""
         border, device = self.border, step.positions.device

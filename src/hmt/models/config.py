@@ -107,6 +107,7 @@ _PARTIAL = (
     "qwen3_next",
     "qwen3_5_text",
     "qwen3_5_moe_text",
+    "qwen4_exp_text",
 )  # families that read partial_rotary_factor
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _MOST = {"num_hidden_layers": 1 << 13, "vocab_size": 1 << 26, "max_position_embeddings": 1 << 40}

@@ -13,7 +13,7 @@ from hmt.contracts.model import KVLayer, LayerState, Model, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, ResidentBlock, Weights
 from hmt.kernels import fused_ops, ops
-from hmt.layers import FusableLayer, FusedLayers, RMSNorm, Router, common_border
+from hmt.layers import FusableLayer, FusedLayers, Params, RMSNorm, Router, common_border
 from hmt.models.config import Config, max_context, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -76,7 +76,7 @@ class Decoder(ABC, Model):
                 _embedding(config, table_name),
                 *tables,
                 *(block for index in range(layers) for block in self.layer_params(index)),
-                *_head(config, norm, norm_name, table_name),
+                *_head(config, self.final_params(norm_name), table_name),
             ),
             kv=tuple(kv),
             activation_width=activation_width,
@@ -108,6 +108,14 @@ class Decoder(ABC, Model):
     ) -> Tensor:
         """Nothing to do."""
 
+    def final_params(self, norm_name: str) -> tuple[ParamSpec, ...]:
+        """Parameters of `final_norm`; `norm_name` is the norm's in checkpoints."""
+        return (self._norm.param("norm", norm_name),)
+
+    def final_norm(self, hidden: Tensor, params: Params) -> Tensor:
+        """What the head multiplies, of hidden [rows, ...]: [rows, hidden_size]."""
+        return self._norm(hidden, params["norm"])
+
     def fusable_layer(self, index: int) -> FusableLayer | None:
         """What `layer` computes, for kernels that take many layers at once; None if unusual."""
         return None
@@ -127,7 +135,7 @@ class Decoder(ABC, Model):
     @override
     def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
         with weights.lease(self._head_chunks[0]) as params:
-            return self._norm(hidden, params["norm"]).float()
+            return self.final_norm(hidden, params).float()
 
     @override
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
@@ -139,7 +147,7 @@ class Decoder(ABC, Model):
         for chunk in self._head_chunks:
             with weights.lease(chunk) as params:
                 if chunk.index == 0:
-                    hidden = self._norm(hidden, params["norm"])
+                    hidden = self.final_norm(hidden, params)
                 rows = params["weight"].shape[0]
                 ops.linear_into(logits[:, first : first + rows], hidden, params["weight"])
             first += rows
@@ -168,7 +176,7 @@ class Decoder(ABC, Model):
         """All chunks in one call, with the same results."""
         names = tuple(f"weight{number}" for number in range(len(chunks)))
         params = {name: chunk.params["weight"] for name, chunk in zip(names, chunks, strict=True)}
-        hidden = self._norm(hidden, chunks[0].params["norm"])
+        hidden = self.final_norm(hidden, chunks[0].params)
         weights.count(sum(chunk.nbytes for chunk in chunks))
         return fused_ops.linear_many_float(hidden, params, names)
 
@@ -213,7 +221,8 @@ def _embedding(config: Config, table_name: str) -> BlockSpec:
     return BlockSpec(_EMBEDDING, (table,))
 
 
-def _head(config: Config, norm: RMSNorm, norm_name: str, table_name: str) -> Iterator[BlockSpec]:
+def _head(config: Config, before: Sequence[ParamSpec], table_name: str) -> Iterator[BlockSpec]:
+    """`before`: parameters of what comes before the first product."""
     vocab, hidden = config.vocab_size, config.hidden_size
     # A head in the file is the head, also where the configuration ties it to the embedding, as in
     # transformers.
@@ -222,5 +231,5 @@ def _head(config: Config, norm: RMSNorm, norm_name: str, table_name: str) -> Ite
     for index, first in enumerate(range(0, vocab, step)):
         rows = (first, min(first + step, vocab))
         weight = ParamSpec("weight", (rows[1] - first, hidden), sources, rows=rows)
-        params = (norm.param("norm", norm_name), weight) if index == 0 else (weight,)
+        params = (*before, weight) if index == 0 else (weight,)
         yield BlockSpec(BlockId(TRUNK, BlockKind.HEAD, index), params)

@@ -21,6 +21,7 @@ from hmt.models.linear_attention import (
     MiniMax,
     OlmoHybrid,
     Qwen3Next,
+    Qwen4Exp,
     Qwen35,
     Qwen35Moe,
 )
@@ -77,6 +78,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Qwen3NextForCausalLM": ("qwen3_next", Qwen3Next),
     "Qwen3_5ForCausalLM": ("qwen3_5_text", Qwen35),
     "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", Qwen35Moe),
+    "Qwen4ExpForCausalLM": ("qwen4_exp_text", Qwen4Exp),
 }
 # What publishers call a model whose class has another name in transformers.
 _PUBLISHED = {"BailingMoeV3ForCausalLM": "BailingHybridForCausalLM"}

@@ -1,7 +1,7 @@
 """Binding: which bytes of which file hold each parameter that a model declares."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -58,8 +58,9 @@ class BoundParam:
     format    how it lies in memory where nothing else is asked for: without loss
     parts     of a form what the form calls so, else the components of the format in their order
     form      what brings it there; None where it is published in that very format
-    first     row of the published parameter that is the first one here
+    first     row of the published parameter, or of `table`, that is the first one here
     tensors   of the records, that it is made of
+    table     of a shard: the name of the table that it has rows of
     """
 
     spec: ParamSpec
@@ -69,6 +70,7 @@ class BoundParam:
     form: WeightImporter | None = None
     first: int = 0
     tensors: tuple[str, ...] = ()
+    table: str = ""
 
     @property
     def data(self) -> FileRange:
@@ -111,9 +113,25 @@ def bind(spec: ModelSpec, checkpoint: Checkpoint) -> dict[BlockId, BoundBlock]:
 
 
 def _bind_block(block: BlockSpec, checkpoint: Checkpoint) -> BoundBlock:
-    return BoundBlock(
-        block.id, tuple(_bind_param(param, block.id, checkpoint) for param in block.params)
-    )
+    bound = (part for param in block.params for part in _bind_whole(param, block.id, checkpoint))
+    return BoundBlock(block.id, tuple(bound))
+
+
+def _bind_whole(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> Iterator[BoundParam]:
+    """A parameter; of a table that is published in shards, each as one, which is read as it is."""
+    found = next((checkpoint.forms[n] for n in param.sources if n in checkpoint.forms), None)
+    if param.role is not Role.TABLE or not isinstance(found, Joined):
+        yield _bind_param(param, block, checkpoint)
+        return
+    _check_shape(param, param.sources[0], found.shape, checkpoint)
+    first = 0
+    for number, piece in enumerate(found.pieces):
+        assert isinstance(piece, TensorRecord)
+        own = replace(
+            param, name=f"{param.name}.{number}", shape=piece.shape, sources=(piece.name,)
+        )
+        yield replace(_bind_param(own, block, checkpoint), first=first, table=param.name)
+        first += piece.shape[0]
 
 
 def _bind_param(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> BoundParam:

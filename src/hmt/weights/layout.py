@@ -7,7 +7,7 @@ A pack holds slots as they are laid out without any range read in place: see hmt
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -26,6 +26,7 @@ _COMPONENT_ALIGNMENT = 64
 # Tables in a form of their own come into memory so many published bytes at a time: they are the
 # largest parameters, and staging memory for one of them whole would be missing elsewhere.
 _TABLE_PIECE_BYTES = 16 * MIB
+MOST_KEPT_SUM_BYTES = 4 * MIB  # of a table of 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,14 @@ class RowSums:
     run_rows: int
     file: FileRange
     seal: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory for all of them, once a row was read; 0: too many, a page is read with each run.
+
+        Those of 95 GiB of n-grams would take 195 MiB.
+        """
+        return self.file.nbytes if self.file.nbytes <= MOST_KEPT_SUM_BYTES else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,11 +298,11 @@ def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLa
         staged += _stage(target_place)
         placed.append(target_place)
     staged = _read_once(staged)
-    tables = {
-        param.spec.name: _own_table(block.id, param)
-        for param in block.params
-        if param.spec.role is Role.TABLE
-    }
+    shards: dict[str, list[BoundParam]] = {}
+    for param in block.params:
+        if param.spec.role is Role.TABLE:
+            shards.setdefault(param.table or param.spec.name, []).append(param)
+    tables = {name: _own_table(block.id, name, params) for name, params in shards.items()}
     return BlockLayout(
         block.id, round_up(end, PAGE_BYTES), reads, tuple(staged), tuple(placed), tables
     )
@@ -396,12 +405,22 @@ def _some_rows(param: BoundParam, rows: tuple[int, int]) -> BoundParam:
     return replace(param, spec=spec, parts=parts, first=param.first + first)
 
 
-def _own_table(block: BlockId, param: BoundParam) -> Table:
-    rows = param.spec.shape[0]
-    parts = (
-        TablePart(part.name, part.row_bytes, (RowSpan(0, rows, part.file),)) for part in param.parts
-    )
-    return Table(param, (RowHolder(block, param.spec.name, 0, rows),), tuple(parts))
+def _own_table(block: BlockId, name: str, shards: Sequence[BoundParam]) -> Table:
+    """The table `name` of a block, of which each shard holds rows; they are in order."""
+    whole = shards[0]
+    if whole.table:
+        rows = sum(shard.spec.shape[0] for shard in shards)
+        spec = replace(whole.spec, name=name, shape=(rows, *whole.spec.shape[1:]))
+        whole = replace(whole, spec=spec, table="")
+    firsts = [shard.first if shard.table else 0 for shard in shards]
+    rows_of = [(first, first + s.spec.shape[0]) for first, s in zip(firsts, shards, strict=True)]
+    pairs = list(zip(shards, rows_of, strict=True))
+    holders = tuple(RowHolder(block, shard.spec.name, *rows) for shard, rows in pairs)
+    parts = []
+    for number, part in enumerate(whole.parts):
+        spans = tuple(RowSpan(*rows, shard.parts[number].file) for shard, rows in pairs)
+        parts.append(TablePart(part.name, part.row_bytes, spans))
+    return Table(whole, holders, tuple(parts))
 
 
 def _lies_aligned(param: BoundParam) -> bool:

@@ -51,7 +51,7 @@ class WeightsView:
         self.lease = weights.lease if other_lease is None else self._lease
         self.lease_each = weights.lease_each
         self.count = weights.count
-        self.rows = weights.rows
+        self.rows, self.request_rows = weights.rows, weights.request_rows
 
     def resident(self, blocks: Sequence[BlockId]) -> Sequence[ResidentBlock] | None:
         """Implements Weights."""

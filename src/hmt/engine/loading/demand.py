@@ -103,7 +103,7 @@ def demand_of(
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
         prefetch_experts=config.expert_prefetch and config.executor == "overlapped",
-        row_sums_bytes=sum(table.sums.file.nbytes for table in tables if table.sums is not None),
+        row_sums_bytes=sum(table.sums.kept_bytes for table in tables if table.sums is not None),
         parameter_bytes=sum(numbers[id(layout)] for layout in layouts.values()),
         experts_alike=experts_alike_by_layer(layouts),
         matrix_bytes=max(

@@ -60,10 +60,10 @@ def open_kv(
         state = None
         if slots is not None:
             state = StateStore(
-                {i: layer for i, layer in spec.state_layers.items() if i in members},
+                spec.state_layers_of(members),
                 slots,
                 pool,
-                inputs={i: n for i, n in spec.state_inputs.items() if i in members},
+                inputs={i: n for i, n in spec.state_inputs.items() if i % spec.layers in members},
                 drafts=config.draft_tokens,
                 checkpoints=config.prefix_cache,
                 chunk=plan.max_prefill_tokens,

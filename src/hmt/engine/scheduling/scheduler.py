@@ -58,6 +58,7 @@ class Scheduler:
         forecast: OutputLengthEstimate | None = None,
         checkpoints: bool = False,
         begin_answer: Callable[[SequenceState, PromptEnd], None] = lambda sequence, end: None,
+        token_window: int = 0,
     ) -> None:
         """A step holds `max_prefill_tokens` of prompts at most, and one of each other request.
 
@@ -67,6 +68,7 @@ class Scheduler:
         forecast   what is known of answers beforehand
         checkpoints   steps begin at the last border of a page within each prompt, and at multiples
                    of `checkpoint_interval`: there recurrent state is kept for others
+        token_window   of the model
         begin_answer   chooses the first token of a sequence by the logits of another's prompt
         """
         self.kv = KVOperationLog(kv)
@@ -79,6 +81,7 @@ class Scheduler:
         self._limit = BatchLimit(max_batch)
         self._begin_first = begin_answer
         self._checkpoints = checkpoints
+        self._token_window = token_window
         self._full = False  # since the last sequence came or ended
         self._waiting: RequestQueue[SequenceState] = RequestQueue()
         self._running: list[SequenceState] = []
@@ -166,8 +169,7 @@ class Scheduler:
         self._batches[len(segments)] += 1
         return SchedulerOutput(tuple(segments), sum(shares), self.kv.take())
 
-    @staticmethod
-    def _segment(sequence: SequenceState, count: int) -> SegmentRequest:
+    def _segment(self, sequence: SequenceState, count: int) -> SegmentRequest:
         """The next `count` tokens of a sequence."""
         assert sequence.kv is not None
         first, last = sequence.computed, sequence.computed + count
@@ -185,6 +187,7 @@ class Scheduler:
             pooled,
             sequence.whole,
             sequence.number,
+            preceding=tuple(sequence.tokens[max(0, first - self._token_window) : first]),
         )
 
     def take_ended(self) -> list[SequenceState]:

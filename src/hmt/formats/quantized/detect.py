@@ -18,6 +18,7 @@ from hmt.formats.quantized.hqq import find_hqq
 from hmt.formats.quantized.modelopt import find_modelopt
 from hmt.formats.quantized.quanto import find_quanto, is_quanto
 from hmt.formats.quantized.scan import Quantized
+from hmt.formats.quantized.shards import find_shards
 from hmt.formats.quantized.stacked_experts import find_stacked_experts
 from hmt.formats.quantized.torchao import find_torchao
 
@@ -45,6 +46,8 @@ _STACKED = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration",
 )
 
 
@@ -75,6 +78,7 @@ def find_forms(
         elif architecture in _STACKED:
             find_stacked_experts(found)
         find_convolutions(found)
+        find_shards(found)
         return found
     if method not in _METHODS:
         raise CheckpointError(
@@ -85,6 +89,7 @@ def find_forms(
     found = Quantized(folder, section, method, records)
     _METHODS[method](found)
     find_convolutions(found)
+    find_shards(found)
     return found
 
 

@@ -57,6 +57,7 @@ from hmt.kernels.reference.kv_pages import (
     encode_rows,
     read_pages,
     read_rows,
+    read_value_rows,
 )
 from hmt.kernels.reference.matmul import (
     dequantize,

@@ -31,20 +31,28 @@ def index_scores(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> 
 
 
 def index_topk(
-    query: Tensor, weights: Tensor, keys: Tensor, *, start: int, top_k: int, scale: float
+    query: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    *,
+    start: int,
+    top_k: int,
+    scale: float,
+    positions: int = 1,
 ) -> Tensor:
     """The `top_k` positions that each token scores highest, of all up to its own: ascending.
 
     query     [tokens, heads, dim]; row j stands at position start + j, at least top_k - 1
     weights   f32 [tokens, heads]
     keys      [positions, dim]
+    positions   that share a key, as the first of which it counts: a token sees whole groups only
     Returns int64 [tokens, top_k].  Of equal scores `torch.topk` takes those that it takes of the
     scores of exactly the positions that the token sees: what transformers selects token by token.
     """
     keys = keys.float()  # once for all tokens
     chosen = torch.empty(len(query), top_k, dtype=torch.int64, device=query.device)
     for row in range(len(query)):
-        seen = keys[: start + row + 1]
+        seen = keys[: (start + row + 1) // positions]
         scores = index_scores(query[row], weights[row], seen, scale)
         chosen[row] = scores.topk(top_k).indices.sort().values
     return chosen

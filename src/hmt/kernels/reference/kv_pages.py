@@ -260,6 +260,26 @@ def read_rows(pages: Pages, layer: int, numbers: Tensor, slots: Tensor) -> Tenso
     return rows * by_row
 
 
+def read_value_rows(pages: Pages, layer: int, numbers: Tensor, slots: Tensor) -> Tensor:
+    """The same of values, where these are stored beside keys: [rows, heads, value_dim]."""
+    layout = pages.layout
+    _, values, _, scales = pages.parts(layer)
+    word, place = slots // layout.per_word, slots % layout.per_word
+    if layout.rows:
+        rows = _numbers(layout, values[numbers, :, slots])
+    elif layout.encoding is PageEncoding.INT4:  # two tokens share a byte: see _write_values
+        pairs = values[numbers, :, word, :, place % 4]
+        rows = torch.where((place < 4)[:, None, None], pairs & 15, pairs >> 4).float() - 8
+    else:
+        rows = _numbers(layout, values[numbers, :, word, :, place])
+    if not layout.encoding.has_scales:
+        return rows
+    by_row = scales[numbers, :, :, slots].float()
+    if layout.encoding is PageEncoding.INT4:
+        by_row = by_row.repeat_interleave(_INT4_GROUP, dim=-1)[..., : rows.shape[-1]]
+    return rows * by_row
+
+
 def encode_rows(encoding: PageEncoding, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of rows [..., dim] and their scales [..., groups]; int8, those of INT4 0 .. 15."""
     numbers = rows.float()

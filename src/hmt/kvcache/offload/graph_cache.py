@@ -200,7 +200,9 @@ class GraphKVCache(OffloadedKVBase, KVCache):
         return self._kv.read(layer, run)
 
     @override
-    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+    def gather(
+        self, layer: int, run: Segment, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kv.gather(layer, run, positions)
 
     def _host_query_of(

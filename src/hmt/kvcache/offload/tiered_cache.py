@@ -229,10 +229,13 @@ class TieredKV(OffloadedKVBase):
                 value[at] = rows[1].unflatten(0, (-1, PAGE_TOKENS)).to(value)
         return key.flatten(0, 1)[: run.context], value.flatten(0, 1)[: run.context]
 
-    def gather(self, layer: int, run: Segment, positions: torch.Tensor) -> torch.Tensor:
+    def gather(
+        self, layer: int, run: Segment, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache.  Pages that some position is in count as attended to."""
         if layer in self._windows_by_layer:
-            return self.read(layer, run)[0][positions]
+            key, value = self.read(layer, run)
+            return key[positions], value[positions]
         device_store = self._stores.device
         layout = device_store.layers[layer].pages.layout
         at = positions.cpu().numpy()
@@ -241,8 +244,12 @@ class TieredKV(OffloadedKVBase):
         )
         every = self.allocator.pages(run.sequence)
         ids = every[numbers]
-        shape = len(at), layout.heads, layout.key_dim
-        rows = torch.empty(shape, dtype=_read_type(layout), device=device_store.device)
+        shape = len(at), layout.heads
+        dtype, device = _read_type(layout), device_store.device
+        key = torch.empty(*shape, layout.key_dim, dtype=dtype, device=device)
+        value = key[..., : layout.value_dim]
+        if not layout.latent:
+            value = torch.empty(*shape, layout.value_dim, dtype=dtype, device=device)
         slots = torch.from_numpy(at % PAGE_TOKENS)
         for pages, slot, table, entries in self._stores.lying(self._places.page_table, layer, ids):
             lying = torch.full((len(ids),), -1)
@@ -250,15 +257,16 @@ class TieredKV(OffloadedKVBase):
             pages_of_rows = lying[torch.from_numpy(which)]
             chosen = torch.nonzero(pages_of_rows >= 0).flatten()
             where = pages.memory.device
-            found = ops.read_rows(
-                pages, slot, pages_of_rows[chosen].to(where), slots[chosen].to(where)
-            )
-            rows[chosen.to(rows.device)] = found.to(rows)
+            rows = pages_of_rows[chosen].to(where), slots[chosen].to(where)
+            chosen = chosen.to(device)
+            key[chosen] = ops.read_rows(pages, slot, *rows).to(key)
+            if not layout.latent:
+                value[chosen] = ops.read_value_rows(pages, slot, *rows).to(value)
         if layer == self.weighed_layer and len(at):
             equal = len(at) / pages_of(run.context)  # positions, if each page had as many
             attention = counts.astype(np.float64) / equal
             self._places.policy.weighed(ids, attention, self._places.clock())
-        return rows
+        return key, value
 
     @property
     def where(self) -> torch.device:

@@ -223,7 +223,7 @@ class LatentAttention:
         nope, turning = queries
         short = [run for run in runs if run.length <= self._longest_absorbed]
         for piece in _pieces(short):
-            part, rows = _only(step, piece)
+            part, rows = only(step, piece)
             out[rows] = self._absorbed(nope[rows], turning[rows], layer, part, params, kv)
         for run in runs:
             if run.length > self._longest_absorbed:
@@ -252,12 +252,12 @@ class LatentAttention:
         """
         own: Tensor | None = positions
         if run.length == 1:
-            rows, own = kv.gather(layer, run, positions[0]), None
+            rows, own = kv.gather(layer, run, positions[0])[0], None
         elif positions.numel() >= run.context:
             rows = kv.read(layer, run)[0]
         else:
             union, own = positions.unique(return_inverse=True)
-            rows = kv.gather(layer, run, union)
+            rows = kv.gather(layer, run, union)[0]
         rows = rows.to(out.dtype)
         to_key, to_value = self._expansion(params, out.dtype)
         for first in range(0, run.length, CHUNK_TOKENS):
@@ -354,7 +354,7 @@ def _pieces(runs: Sequence[Segment]) -> list[list[Segment]]:
     return pieces
 
 
-def _only(step: Step, runs: list[Segment]) -> tuple[Step, Tensor | slice]:
+def only(step: Step, runs: list[Segment]) -> tuple[Step, Tensor | slice]:
     """A step of some of a step's runs, and where its tokens are in the step they come from."""
     if runs == list(step.segments):
         return step, slice(None)

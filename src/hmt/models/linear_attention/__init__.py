@@ -6,3 +6,4 @@ from hmt.models.linear_attention.minimax import MiniMax
 from hmt.models.linear_attention.olmo_hybrid import OlmoHybrid
 from hmt.models.linear_attention.qwen3_5 import Qwen35, Qwen35Moe
 from hmt.models.linear_attention.qwen3_next import Qwen3Next
+from hmt.models.linear_attention.qwen4_exp import Qwen4Exp

@@ -154,7 +154,7 @@ class Workload:
     link_share        of experts that are not cached on the device, those that are copied there
     chunk             prompt tokens per step
     hits              of caches of experts
-    row_bytes         read from the disk for each token's embedding
+    row_bytes         read from the disk for each token, of tables
     kv                where attention's positions lie
     prefetch_experts  whether experts are read from the disk on a guess
     """
@@ -189,7 +189,8 @@ def workload_of(demand: Demand, plan: Plan) -> Workload:
             experts.setdefault(layer, []).append(block)
             continue
         if kind is BlockKind.EMBEDDING:
-            row_bytes += demand.row_bytes if home is Tier.DISK else 0
+            lookups = spec.row_lookups.get(block.id, 1)
+            row_bytes += lookups * demand.row_bytes if home is Tier.DISK else 0
             continue
         load = head if layer == TRUNK else layers[layer]
         few = next((d.index for d in plan.devices if block.id in d.computes), None)
@@ -268,7 +269,8 @@ def add_attention(
     heads = demand.spec.attention_heads
     for index, load in enumerate(layers):
         load.attention_device = stage_devices.get(index)
-        load.state_bytes = sum(tensor.nbytes for tensor in states.get(index, ()))
+        own = (state for i, state in states.items() if i % len(layers) == index)
+        load.state_bytes = sum(tensor.nbytes for state in own for tensor in state)
         if not demand.spec.kv:  # a shape of which no more is known
             load.kv_bytes = demand.kv_token_bytes / max(1, len(layers))
         elif (kv := layers_kv.get(demand.spec.kv_sources.get(index, index))) is not None:

@@ -323,9 +323,9 @@ def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
 
 def sequence_bytes(demand: Demand, layers: Collection[int]) -> int:
     """Recurrent state of one sequence in some `layers`, with its journal."""
-    states = demand.spec.state_layers
+    states = demand.spec.state_layers_of(layers).values()
     journal = demand.spec.journal_bytes(layers, demand.draft_tokens)
-    return sum(tensor.nbytes for i in layers for tensor in states.get(i, ())) + journal
+    return sum(tensor.nbytes for state in states for tensor in state) + journal
 
 
 def _layers(

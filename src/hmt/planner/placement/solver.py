@@ -47,6 +47,7 @@ _LARGEST_DEFAULT_CONTEXT = 8192
 _MEMORY_PAGE_BYTES = 4096
 _FASTER = 0.98  # of the time or the bytes: what is less better is not worth another cache
 _MOST_ROWS = 64  # of a table on disk, looked up at once
+_MOST_ROWS_OF_PROMPTS = 4096  # where each token reads several rows of one
 # Prompt tokens per step of a device.  It unpacks what it multiplies in other forms once per step,
 # and where weights are copied to it, all of them once per step: of DeepSeek-V3 343 GiB.
 _DEVICE_CHUNKS = (8192, 4096, 2048, 1024)
@@ -149,9 +150,14 @@ def _better_with_tables(demand: Demand, machine: Machine, plan: Plan) -> Plan:
     """`plan`, or one that keeps tables in memory instead of as many experts, where that is faster.
 
     A lookup on the disk is one small read, and waited for: where hardly an expert is missing, the
-    longest wait of a step.
+    longest wait of a step.  Rows of other tables than that of tokens are asked for ahead.
     """
-    tables = [b for b in demand.of_kind(BlockKind.EMBEDDING) if plan.homes[b.id] is Tier.DISK]
+    others = demand.spec.row_lookups
+    tables = [
+        table
+        for table in demand.of_kind(BlockKind.EMBEDDING)
+        if plan.homes[table.id] is Tier.DISK and table.id not in others
+    ]
     nbytes, slots = sum(table.slot_bytes for table in tables), plan.reserved["slots"]
     streamed = [block for block in _streamable(demand) if plan.homes[block.id] is Tier.DISK]
     if not tables or any(block.id.kind is not BlockKind.EXPERT for block in streamed):
@@ -306,8 +312,13 @@ def _on_host(demand: Demand, options: PlanOptions, kv: int | None = None) -> Pla
     left = round_down(options.host_bytes - sum(fixed.values()), _MEMORY_PAGE_BYTES)
     smallest = working_set_bytes(_streamable(demand))
     distance = options.prefetch_distance
-    if left >= demand.weight_bytes + demand.passing_bytes:
+    tables = _other_tables(demand)
+    free = left - demand.weight_bytes - demand.passing_bytes
+    if free + sum(table.slot_bytes for table in tables) >= 0:
         homes = {block.id: Tier.HOST for block in demand.blocks}
+        while free < 0:  # the largest tables stay on the disk
+            free += tables[-1].slot_bytes
+            homes[tables.pop().id] = Tier.DISK
         slots = demand.passing_bytes
         distance = distance or 0
     else:
@@ -345,7 +356,11 @@ def _reserve(
     # A second staging buffer lets one block be read while another is converted.
     buffers = 2 if 2 * staging <= spare // 4 else 1
     # Page by page, not row by row, so that they never take more than was added.
-    rows = min(_MOST_ROWS * row, max(row, round_down(spare // 16, _MEMORY_PAGE_BYTES)))
+    most = min(
+        _MOST_ROWS_OF_PROMPTS, _chunk(demand, options) * sum(demand.spec.row_lookups.values())
+    )
+    most = max(_MOST_ROWS, most) * row
+    rows = min(most, max(row, round_down(spare // 16, _MEMORY_PAGE_BYTES)))
     context = _context(demand, options, spare // 4)
     return {
         "activations": host_activation_bytes(demand, _chunk(demand, options), context),
@@ -400,6 +415,12 @@ def _streamable(demand: Demand) -> list[BlockSize]:
     return [block for block in demand.blocks if block.id.kind is not BlockKind.EMBEDDING]
 
 
+def _other_tables(demand: Demand) -> list[BlockSize]:
+    """Tables besides that of tokens, which tokens read few rows of; smallest first."""
+    tables = (block for block in demand.blocks if block.id in demand.spec.row_lookups)
+    return sorted(tables, key=lambda table: table.slot_bytes)
+
+
 def _place(
     demand: Demand, left: int, smallest: int, distance: int
 ) -> tuple[dict[BlockId, Tier], int]:
@@ -412,7 +433,8 @@ def _place(
     if dense_bytes + expert_slot <= left:
         homes |= {block.id: Tier.HOST for block in dense}
         slots = left - dense_bytes
-        tables = demand.of_kind(BlockKind.EMBEDDING)
+        others = demand.spec.row_lookups
+        tables = [t for t in demand.of_kind(BlockKind.EMBEDDING) if t.id not in others]
         # A lookup on disk costs one small read per token: a table is resident last.
         for table in sorted(tables, key=lambda table: table.slot_bytes):
             if not experts and table.slot_bytes <= slots:

@@ -55,7 +55,11 @@ def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
     lines += _device_lines(plan, demand, machine)
     tiers = [Tier.DEVICE] * bool(plan.device.stages) + [Tier.HOST, Tier.DISK]
     lines.append(f"{'blocks':<10}" + "".join(f"{_PLACES[tier]:>18}" for tier in tiers))
-    lines += [_kind_line(kind, plan, demand.of_kind(kind), tiers) for kind in BlockKind]
+    tables = [block for block in demand.blocks if block.id in demand.spec.row_lookups]
+    lines.append(_kind_line("n-grams", plan, tables, tiers))
+    for kind in BlockKind:
+        others = [block for block in demand.of_kind(kind) if block not in tables]
+        lines.append(_kind_line(kind.value, plan, others, tiers))
     costs = _cost_lines(plan, demand, machine)
     lines += ["", *costs, *(f"it {remark}" for remark in demand.spec.remarks)]
     return "\n".join(line for line in lines if line is not None)
@@ -96,7 +100,7 @@ def _device_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str | No
 
 
 def _kind_line(
-    kind: BlockKind, plan: Plan, blocks: Sequence[BlockSize], tiers: Sequence[Tier]
+    name: str, plan: Plan, blocks: Sequence[BlockSize], tiers: Sequence[Tier]
 ) -> str | None:
     if not blocks:
         return None
@@ -105,7 +109,7 @@ def _kind_line(
         here = [block for block in blocks if plan.homes[block.id] is tier]
         size = format_bytes(sum(block.slot_bytes for block in here))
         cells.append(f"{len(here)} · {size}" if here else "-")
-    return f"  {kind.value:<10}" + "".join(f"{cell:>18}" for cell in cells)
+    return f"  {name:<10}" + "".join(f"{cell:>18}" for cell in cells)
 
 
 def _cost_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str]:

@@ -89,13 +89,21 @@ def _dense(plan: Plan, demand: Demand) -> list[str]:
 
 
 def _head(plan: Plan, demand: Demand) -> list[str]:
-    tables = demand.of_kind(BlockKind.EMBEDDING)
+    others = demand.spec.row_lookups
+    tables = [t for t in demand.of_kind(BlockKind.EMBEDDING) if t.id not in others]
     heads = demand.of_kind(BlockKind.HEAD)
     found = []
     if any(plan.homes[block.id] is Tier.HOST for block in tables):
         found.append("the embedding is in host memory: a token reads one row of it")
     elif tables:
         found.append("the embedding stays on the disk: a token reads one row of it")
+    for block in demand.blocks:
+        if block.id in others:
+            place = "in host memory" if plan.homes[block.id] is Tier.HOST else "on the disk"
+            found.append(
+                f"the table {block.id}, {format_bytes(block.slot_bytes)}, is {place}: a token "
+                f"reads {others[block.id]} rows of it, which are asked for once its id is known"
+            )
     if heads and plan.device.stages and demand.spec.layers not in plan.device.stages:
         size = format_bytes(sum(block.slot_bytes for block in heads))
         found.append(

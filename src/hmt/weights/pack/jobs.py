@@ -13,6 +13,7 @@ from hmt.base.errors import HMTError, NumericsError
 from hmt.base.trace import Tracer
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import Role
+from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.store import Priority
 from hmt.memory import PAGE_BYTES, DiskRead, ReadQueue
 from hmt.weights.layout import BlockLayout, PlacedParam
@@ -89,27 +90,46 @@ class TableJob(Job):
     @override
     def start(self, buffers: Buffers, queue: ReadQueue, finished: Finished) -> None:
         assert buffers.staging is not None
-        data, staging, slot = self.placed.param.data, buffers.staging.tensor, buffers.slot.tensor
-        begin = data.offset + self.at
-        end = begin + self.data_bytes
-        aligned = round_down(begin, PAGE_BYTES)
-        view = buffers.staging.view[: round_up(end, PAGE_BYTES) - aligned]
+        staging, slot = buffers.staging.tensor, buffers.slot.tensor
+        reads: list[DiskRead] = []
+        places: list[int] = []  # of what each read is for, in the staging buffer
+        room = 0
+        for data in self._ranges():
+            end = data.offset + data.nbytes
+            aligned = round_down(data.offset, PAGE_BYTES)
+            behind = room + round_up(end, PAGE_BYTES) - aligned
+            view = buffers.staging.view[room:behind]
+            reads.append(DiskRead(data.path, aligned, view, end))
+            places.append(room + data.offset - aligned)
+            room = behind
 
         def done(error: HMTError | None) -> None:
             try:
                 if error is None:
-                    slot[: self.data_bytes] = staging[begin - aligned : end - aligned]
-                    slot[self.data_bytes : self.nbytes] = 0
+                    at = 0
+                    for data, place in zip(self._ranges(), places, strict=True):
+                        slot[at : at + data.nbytes] = staging[place : place + data.nbytes]
+                        at += data.nbytes
+                    slot[at : self.nbytes] = 0
                     if not is_finite(slot[: self.data_bytes].view(self.placed.format.dtype)):
                         error = NumericsError(
                             f"{self.placed.param.source} holds NaN or infinite numbers; the "
-                            f"checkpoint in {data.path.parent} is damaged: download it again"
+                            f"checkpoint in {reads[0].path.parent} is damaged: download it again"
                         )
             except Exception as caught:  # whoever waits must hear of it, whatever it is
                 error = HMTError(f"copying {self.placed.param.source} failed: {caught!r}")
             finished(error)
 
-        queue.submit([DiskRead(data.path, aligned, view, end)], Priority.PREFETCH, done)
+        queue.submit(reads, Priority.PREFETCH, done)
+
+    def _ranges(self) -> Iterator[FileRange]:
+        """Where the piece is published: a part of a file, or of several shards."""
+        first, end, begin = self.at, self.at + self.data_bytes, 0
+        for part in self.placed.param.parts:
+            low, high = max(first - begin, 0), min(end - begin, part.file.nbytes)
+            if low < high:
+                yield FileRange(part.file.path, part.file.offset + low, high - low)
+            begin += part.file.nbytes
 
 
 ConversionJob = BlockJob | TableJob
@@ -121,6 +141,11 @@ def is_table(layout: BlockLayout) -> bool:
         return False
     param = layout.placed[0].param
     return param.spec.role is Role.TABLE and param.form is None
+
+
+def shards_of(layout: BlockLayout) -> int:
+    """In how many parts a table is published; 1 of other blocks."""
+    return len(layout.placed[0].param.parts) if is_table(layout) else 1
 
 
 def jobs_for(

@@ -32,7 +32,7 @@ from hmt.weights.pack.extents import (
     file_sizes,
     run_rows,
 )
-from hmt.weights.pack.jobs import ConversionJob, is_table, jobs_for
+from hmt.weights.pack.jobs import ConversionJob, is_table, jobs_for, shards_of
 from hmt.weights.pack.manifest import (
     CopiedFile,
     Extent,
@@ -103,9 +103,11 @@ class PackWriter:
         tables = [layout.slot_bytes for layout in self._layouts if is_table(layout)]
         self._piece_bytes = min(_PIECE_BYTES, max(layout.slot_bytes for layout in self._layouts))
         piece = min(self._piece_bytes, max(tables, default=PAGE_BYTES))
+        # A piece of a table may lie in several shards, each of which is read in whole pages.
+        shards = max((shards_of(layout) for layout in self._layouts), default=1)
         self.slot_bytes = max([self._piece_bytes, *(layout.slot_bytes for layout in blocks)])
         self.staging_bytes = max(
-            [piece + 2 * PAGE_BYTES, *(layout.staging_bytes for layout in blocks)]
+            [piece + 2 * PAGE_BYTES * shards, *(layout.staging_bytes for layout in blocks)]
         )
         self._draft = PartialPack(out, force=force)
         try:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from hmt.base.errors import BudgetError, Cancelled, HMTError, RequestError
+from hmt.base.errors import BudgetError, Cancelled, HMTError
 from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
@@ -20,10 +20,11 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.store import LeasedGroup, Presence, Priority, ResidentBlock, Verify
 from hmt.memory import HostBuffer, HostPool, QueueCounters, ReadQueue
 from hmt.weights.eviction import LRU, DenseByScan, EvictionPolicy
-from hmt.weights.layout import BlockLayout
+from hmt.weights.layout import BlockLayout, Table
 from hmt.weights.store.block_load import BlockLoad
 from hmt.weights.store.block_state import BlockState, State, block_states
 from hmt.weights.store.prefetch_state import PrefetchCounters, PrefetchState, StoreCounters
+from hmt.weights.store.row_lookup import RowLookup, check_rows
 from hmt.weights.store.row_reader import RowReader
 from hmt.weights.store.slots import SlotPool
 from hmt.weights.store.spill import SpillFile
@@ -80,7 +81,8 @@ class WeightStore:
         self._backlog: dict[Priority, deque[BlockState]] = {p: deque() for p in Priority}
         self._held: Counter[int] = Counter()  # leases by thread
         self._changed = threading.Condition()
-        self._rows = RowReader(queue, rows, verify=verify is not Verify.NEVER)
+        reader = RowReader(queue, rows, verify=verify is not Verify.NEVER)
+        self._rows = RowLookup(reader, tracer)
         self.counters = StoreCounters()
 
     def load_residents(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -223,19 +225,22 @@ class WeightStore:
 
     def rows(self, block: BlockId, name: str, ids: torch.Tensor) -> torch.Tensor:
         """See Weights.  Rows of a table on disk are read one by one, not the whole table."""
-        entry = self._entries[block]
-        table_rows = entry.layout.tables[name].param.spec.shape[0]
-        if any(not 0 <= index < table_rows for index in ids.tolist()):
-            raise RequestError(f"token ids {ids.tolist()} are not all in 0..{table_rows - 1}")
-        holders = entry.layout.tables[name].holders
-        if all(self._entries[holder.block].stays for holder in holders):
-            return self._rows.from_memory(entry.layout, name, ids, self._resident_views)
-        begin = time.perf_counter()
-        rows = self._rows.from_disk(entry.layout, name, ids)
-        end = time.perf_counter()
-        self._tracer.record("wait", "disk", rows.nbytes, begin, end, block)
-        self.counters.waited_s += end - begin
+        layout = self._entries[block].layout
+        check_rows(layout.tables[name], ids)
+        if self._stays(layout.tables[name]):
+            return RowReader.from_memory(layout, name, ids, self._resident_views)
+        rows, waited_s = self._rows.rows(layout, name, ids)
+        self.counters.waited_s += waited_s
         return rows
+
+    def request_rows(self, block: BlockId, name: str, ids: torch.Tensor) -> None:
+        """See Weights.  Only a table on disk has anything to do."""
+        layout = self._entries[block].layout
+        if not self._stays(layout.tables[name]):
+            self._rows.request(layout, name, ids)
+
+    def _stays(self, table: Table) -> bool:
+        return all(self._entries[holder.block].stays for holder in table.holders)
 
     def close(self) -> None:
         """End all reads and free all slots.  Nothing may be leased."""
@@ -253,6 +258,7 @@ class WeightStore:
             for backlog in self._backlog.values():
                 backlog.clear()
             self._expected.abandon()
+            self._rows.abandon()
             for entry in self._entries.values():
                 entry.awaited = None
 

@@ -71,7 +71,7 @@ class DeviceWeights:
         slots: DevicePool,
     ) -> None:
         """`share` is the part of `plan` for `device`."""
-        self._store = store
+        self._store, self.request_rows = store, store.request_rows
         self._layouts = layouts
         self._device = device
         self._homes = plan.homes

@@ -15,13 +15,17 @@ from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops
 from hmt.memory import PAGE_BYTES, DiskRead, HostBuffer, HostPool, ReadQueue
 from hmt.quant import empty_weight
-from hmt.weights.checksum import checksum, sum_at
+from hmt.weights.checksum import SUM_BYTES, checksum, sum_at
 from hmt.weights.layout import BlockLayout, RowHolder, RowSums, Table, TablePart
 
 
 def row_span_bytes(table: Table) -> int:
-    """The most bytes that reading one row of `table` takes: its run and the pages it straddles."""
-    return round_up(table.run_rows * table.row_bytes, PAGE_BYTES) + PAGE_BYTES
+    """The most bytes that reading one row of `table` takes: its run and the pages it straddles.
+
+    And behind these the page of its checksum, where the table's are not all in memory.
+    """
+    pages = 1 + (table.sums is not None and not table.sums.kept_bytes)
+    return round_up(table.run_rows * table.row_bytes, PAGE_BYTES) + pages * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class _Run:
     file: FileRange
 
 
+_PAGE_SUMS = PAGE_BYTES // SUM_BYTES  # checksums of a page
 _FEW_ROWS = 16  # so many are found one by one in less time than all in a table of eight pieces
 
 
@@ -46,7 +51,8 @@ class RowReader:
     def __init__(self, queue: ReadQueue, pool: HostPool, *, verify: bool = True) -> None:
         """`pool` holds the buffer for rows on disk, and the checksums of a pack's rows.
 
-        One lookup at a time uses all of it.  Without `verify` rows of packs are not checked.
+        One batch of a lookup at a time uses all of it.  Without `verify` rows of packs are not
+        checked.
         """
         self._queue = queue
         self._pool = pool
@@ -74,8 +80,10 @@ class RowReader:
         if len(ids) <= _FEW_ROWS:
             return torch.stack([_row(table.holders, index, views) for index in ids.tolist()])
         rows = torch.empty(len(ids), table.width, dtype=form.dtype)
-        for holder in table.holders:
-            here = (ids >= holder.first) & (ids < holder.end)
+        firsts = torch.tensor([holder.first for holder in table.holders])
+        order = torch.searchsorted(firsts, ids, right=True) - 1
+        for number in sorted(set(order.tolist())):  # a table may have hundreds of shards
+            here, holder = order == number, table.holders[number]
             rows[here] = views(holder.block)[holder.name].data[ids[here] - holder.first]
         return rows
 
@@ -86,12 +94,15 @@ class RowReader:
         """
         table = layout.tables[name]
         distinct, back = torch.unique(ids, return_inverse=True)
-        with self._lock:
-            sums = self._checksums(table) if self._verify else None
-            held = sum(buffer.nbytes for buffer in self._sums.values())
-            room = self._pool.account.limit_bytes - held
-            batch = max(1, room // row_span_bytes(table))
-            parts = [self._read_batch(table, part.tolist(), sums) for part in distinct.split(batch)]
+        parts, done = [], 0
+        while done < len(distinct):
+            with self._lock:  # of another lookup, a batch may come between
+                sums = self._checksums(table)
+                held = sum(buffer.nbytes for buffer in self._sums.values())
+                room = self._pool.account.limit_bytes - held
+                batch = distinct[done : done + max(1, room // row_span_bytes(table))]
+                parts.append(self._read_batch(table, batch.tolist(), sums))
+            done += len(batch)
         return torch.cat(parts)[back]
 
     def _read_batch(self, table: Table, ids: list[int], sums: memoryview | None) -> torch.Tensor:
@@ -110,9 +121,9 @@ class RowReader:
             self._pool.free(self._sums.popitem()[1])
 
     def _checksums(self, table: Table) -> memoryview | None:
-        """The checksums of `table`'s runs, read and checked once; None where it has none."""
+        """The checksums of `table`'s runs, read and checked once; None where they are not kept."""
         sums = table.sums
-        if sums is None:
+        if sums is None or not sums.kept_bytes or not self._verify:
             return None
         if sums not in self._sums:
             buffer, file = self._pool.allocate(sums.file.nbytes), sums.file
@@ -134,6 +145,7 @@ class RowReader:
         """Rows `ids`, which ascend, of one part: uint8 [n, row_bytes]."""
         runs = _runs_of(table, part, ids)
         span = row_span_bytes(table)
+        paged = table.sums if self._verify and sums is None else None
         buffer = self._pool.allocate(span * len(runs))
         try:
             reads, starts = [], []
@@ -143,11 +155,17 @@ class RowReader:
                 view = buffer.view[at : at + round_up(end, PAGE_BYTES) - aligned]
                 reads.append(DiskRead(run.file.path, aligned, view, end))
                 starts.append(at + begin - aligned)
+                if paged is not None:
+                    first = paged.file.offset + run.number // _PAGE_SUMS * PAGE_BYTES
+                    view = buffer.view[at + span - PAGE_BYTES : at + span]
+                    reads.append(DiskRead(paged.file.path, first, view, first + PAGE_BYTES))
             self._queue.read(reads)
-            if sums is not None:
-                for run, start in zip(runs, starts, strict=True):
+            if sums is not None or paged is not None:
+                for number, (run, start) in enumerate(zip(runs, starts, strict=True), 1):
                     content = buffer.view[start : start + run.file.nbytes]
-                    if checksum(content) != sum_at(sums, run.number):
+                    page = buffer.view[number * span - PAGE_BYTES : number * span]
+                    own = (page, run.number % _PAGE_SUMS) if sums is None else (sums, run.number)
+                    if checksum(content) != sum_at(*own):
                         last = run.first + run.file.nbytes // part.row_bytes - 1
                         rows = f"rows {run.first} to {last} of {table.param.source}"
                         raise _damaged(rows, run.file)
