@@ -18,7 +18,7 @@ from hmt.engine import LoadedModel
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 from hmt.kernels.cpu import extension
-from hmt.layers.short_conv import ShortConv
+from hmt.layers.recurrent.short_conv import ShortConv
 
 DRAFTS = 5
 OPTIONS: dict[str, Any] = {

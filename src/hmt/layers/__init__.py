@@ -1,16 +1,11 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
-from hmt.layers.delta_attention import DeltaAttention
-from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated_attention import GatedAttention
 from hmt.layers.latent import Indexer, LatentAttention, Selection, SparseLatentAttention
 from hmt.layers.layer_embedding import LayerEmbedding
-from hmt.layers.lightning_attention import LightningAttention, lightning_decays
 from hmt.layers.linear import Params, linear_params, project
-from hmt.layers.mamba import Mamba
-from hmt.layers.mamba2 import Mamba2
 from hmt.layers.moe import (
     BiasedSigmoidRouter,
     GroupedSoftmaxRouter,
@@ -26,6 +21,15 @@ from hmt.layers.moe import (
 )
 from hmt.layers.norm import GatedRMSNorm, RMSNorm
 from hmt.layers.post_norm_attention import PostNormAttention
+from hmt.layers.recurrent import (
+    DeltaAttention,
+    GatedDeltaNet,
+    LightningAttention,
+    Mamba,
+    Mamba2,
+    ShortConv,
+    lightning_decays,
+)
 from hmt.layers.rope import (
     NoRotary,
     Rotary,
@@ -36,6 +40,5 @@ from hmt.layers.rope import (
 )
 from hmt.layers.selection import BlockIndexer, BlockSparseAttention
 from hmt.layers.sharing_attention import SharingAttention
-from hmt.layers.short_conv import ShortConv
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers
 from hmt.layers.streams import GatedResidual, NGramHash, NGramMemory, StreamNorm
