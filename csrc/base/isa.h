@@ -48,18 +48,25 @@ using Tables = std::array<const Table*, kIsas>;
 
 template <typename Table>
 const Table& active(Tables<Table> tables) {
-  return *tables[static_cast<std::size_t>(isa())];
+  auto level = static_cast<std::size_t>(isa());
+#ifdef HMT_FEW_ISAS
+  while (tables[level] == nullptr) --level;
+#endif
+  return *tables[level];
 }
 
 }  // namespace hmt
 
 #if defined(HMT_X86) && defined(HMT_FEW_ISAS)
 // Builds with sanitizers leave out what is nearly the same code: they would take three times as long.
+// Of AMX they have the tables whose kernels use tiles; other kernels of that level are the level's
+// below.
 #define HMT_TABLES(Type, name)                                                              \
   namespace portable { extern const Type name; }                                            \
   namespace avx512_bf16 { extern const Type name; }                                         \
+  namespace amx { extern const Type name __attribute__((weak)); }                           \
   inline Tables<Type> name##_tables() {                                                     \
-    return {&portable::name, nullptr, nullptr, &avx512_bf16::name, nullptr};                \
+    return {&portable::name, nullptr, nullptr, &avx512_bf16::name, &amx::name};             \
   }
 #elif defined(HMT_X86)
 #define HMT_TABLES(Type, name)                                                              \

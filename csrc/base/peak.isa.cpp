@@ -3,6 +3,9 @@
 #if defined(HMT_AVX2)
 #include <immintrin.h>
 #endif
+#if defined(HMT_AMX)
+#include "simd/tiles.h"
+#endif
 
 namespace hmt::HMT_ISA {
 namespace {
@@ -71,24 +74,10 @@ uint64_t f32(size_t rounds, float* sink) {
 // products of zeros take less power, and so run faster than any others.
 constexpr size_t kTileBytes = 1024;
 
-struct TileShapes {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TileShapes) == 64, "what LDTILECFG reads");
-
-// GCC's tile intrinsics do not say that they read what their argument points to; without this the
-// compiler may leave out what was written there.
-void publish(const void* memory) { __asm__ volatile("" : : "r"(memory) : "memory"); }
-
 void load_factors(uint32_t word) {
-  const TileShapes shapes;
-  publish(&shapes);
-  _tile_loadconfig(&shapes);
   alignas(64) uint32_t factors[kTileBytes / 4];
   for (size_t i = 0; i < kTileBytes / 4; ++i) factors[i] = word;
-  publish(factors);
+  settle_tile_memory(factors);
   _tile_loadd(4, factors, 64);
   _tile_loadd(5, factors, 64);
   _tile_loadd(6, factors, 64);
@@ -109,10 +98,10 @@ void store_sums(float* sink) {
   *sink += static_cast<float>(sums[2]);
   _tile_stored(3, sums, 64);
   *sink += static_cast<float>(sums[3]);
-  _tile_release();
 }
 
 uint64_t int8(size_t rounds, float* sink) {
+  const Tiles tiles;
   load_factors(0x035af1a7u);
   for (size_t i = 0; i < rounds; ++i) {
     _tile_dpbssd(0, 4, 6);
@@ -125,6 +114,7 @@ uint64_t int8(size_t rounds, float* sink) {
 }
 
 uint64_t bf16(size_t rounds, float* sink) {
+  const Tiles tiles;
   load_factors(0xbf213f47u);  // 0.78 and -0.63
   for (size_t i = 0; i < rounds; ++i) {
     _tile_dpbf16ps(0, 4, 6);

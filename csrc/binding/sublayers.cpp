@@ -123,22 +123,19 @@ void bind_sublayers(nb::module_& m) {
       .def(nb::init<nb::tuple, size_t, size_t, size_t, nb::tuple, nb::tuple, nb::tuple>());
   m.def("attention_inputs", [](const OwnedAttentionInputs& layer, Address hidden, int type,
                                size_t tokens, size_t width, Address cos, Address sin,
-                               size_t turned, Address workspace, Address heads, size_t threads) {
+                               size_t turned, Address heads, size_t threads) {
     Kernel kernel;
     attention_inputs(layer.get(),
                      {at<const void>(hidden), static_cast<DType>(type), tokens, width, width},
-                     {at<const float>(cos), at<const float>(sin), turned}, at<void>(workspace),
-                     at<void>(heads), threads);
+                     {at<const float>(cos), at<const float>(sin), turned}, at<void>(heads), threads);
   });
   nb::class_<OwnedFeedForward>(m, "FeedForward", "A gated feed-forward layer; borrows.")
-      .def(nb::init<nb::tuple, int, nb::tuple, nb::tuple, nb::tuple>())
-      .def_prop_ro("workspace_width",
-                   [](const OwnedFeedForward& layer) { return workspace_width(layer.get()); });
+      .def(nb::init<nb::tuple, int, nb::tuple, nb::tuple, nb::tuple>());
   m.def("feed_forward", [](const OwnedFeedForward& layer, int type, size_t tokens, Address hidden,
-                           Address x, Address workspace, size_t threads) {
+                           Address x, size_t threads) {
     Kernel kernel;
     feed_forward(layer.get(), static_cast<DType>(type), tokens, at<void>(hidden),
-                 at<const void>(x), at<void>(workspace), threads);
+                 at<const void>(x), threads);
   });
   nb::class_<OwnedProjections>(m, "Projections", "Weights and biases; borrows their memory.")
       .def(nb::init<nb::tuple>());

@@ -259,8 +259,9 @@ void Batch::expand(const Part& part, size_t item, const Worker& worker) {
                     out + t * rows, DType::kF32);
     }
   };
-  for (size_t begin = 0; begin < part.count; begin += kTokenChunk) {
-    const size_t count = std::min(kTokenChunk, part.count - begin);
+  const Pieces pieces(part.count, kTokenChunk);
+  for (size_t i = 0; i < pieces.count; ++i) {
+    const size_t begin = pieces.begin(i), count = pieces.begin(i + 1) - begin;
     multiply(gate, chunk_of(*gate.weight, part.x, part.gate, begin, count), worker.gate);
     multiply(up, chunk_of(*up.weight, part.x, part.up, begin, count), worker.up);
     for (size_t t = 0; t < count; ++t) {
@@ -294,9 +295,11 @@ void Batch::reduce(const Part& part, size_t item, const Worker& worker) {
   const DType type = call_.x->type;
   const size_t first = item * reduce_rows_;
   const size_t end = std::min(first + reduce_rows_, call_.hidden), rows = end - first;
-  for (size_t begin = 0; begin < part.count; begin += kTokenChunk) {
+  const Pieces pieces(part.count, kTokenChunk);
+  for (size_t i = 0; i < pieces.count; ++i) {
+    const size_t begin = pieces.begin(i);
     const Inputs some = chunk_of(*down.weight, part.product, part.down, begin,
-                                 std::min(kTokenChunk, part.count - begin));
+                                 pieces.begin(i + 1) - begin);
     linear_kernels(*down.weight).multiply(*down.weight, some, first, end, worker.gate, rows);
     for (size_t t = 0; t < some.tokens; ++t) {
       char* out = outputs_ + ((part.first + begin + t) * call_.hidden + first) * bytes_of(type);

@@ -26,9 +26,9 @@ HMT_INLINE const uint8_t* tables_of(const Weight& w) {
   return reinterpret_cast<const uint8_t*>(w.grid) + kEntries * kNumbers;
 }
 
-// The token's codes in the order of `Lookup`.
+// 64 of a token's codes in the order of `Lookup`.
 template <Order kOrder>
-void reorder(const int8_t* codes, size_t columns, int8_t* out) {
+HMT_INLINE __m512i in_order(const int8_t* codes) {
   struct Control {
     Bytes64 index{};
     constexpr Control() {
@@ -38,9 +38,13 @@ void reorder(const int8_t* codes, size_t columns, int8_t* out) {
     }
   };
   static constexpr Control kControl;
+  return _mm512_permutexvar_epi8(kControl.index.load(), _mm512_loadu_si512(codes));
+}
+
+template <Order kOrder>
+void reorder(const int8_t* codes, size_t columns, int8_t* out) {
   for (size_t at = 0; at < columns; at += 64) {
-    const __m512i some = _mm512_loadu_si512(codes + at);
-    _mm512_storeu_si512(out + at, _mm512_permutexvar_epi8(kControl.index.load(), some));
+    _mm512_storeu_si512(out + at, in_order<kOrder>(codes + at));
   }
 }
 

@@ -9,6 +9,22 @@ namespace hmt {
 
 constexpr size_t kTokenBlock = 16;
 
+// Pieces of about one size in which the tokens of a call are multiplied, up to `most` at a time, a
+// multiple of 256.  A small last piece would have all weights unpacked for few tokens; and what is
+// arranged for many is not made for few.
+struct Pieces {
+  size_t tokens, count;
+
+  constexpr Pieces(size_t all, size_t most) : tokens(all), count((all + most - 1) / most) {}
+  // The first token of a piece; of piece `count` the end.
+  constexpr size_t begin(size_t piece) const {
+    const size_t blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+    const size_t token = blocks * piece / count * kTokenBlock;
+    return token < tokens ? token : tokens;
+  }
+};
+constexpr size_t kFewestOfPieces = 112;  // where there are several
+
 // Columns that share a scale of tokens rounded to int8, in each form that weights ask for; 0: all.
 constexpr size_t kScaleColumns[] = {0, 32, 256};
 constexpr size_t kCodeForms = sizeof kScaleColumns / sizeof *kScaleColumns;

@@ -33,8 +33,12 @@ struct Part {
 size_t rows_per_range(const Weight& w, size_t tokens, size_t threads) {
   const bool panels = w.packing != Packing::kRows;
   if (tokens >= kTokenBlock) {
-    // Four panels share a tile of tokens, two where that leaves too few ranges to balance.
-    return panels && w.rows >= 64 * 4 * threads ? 64 : kRowsForMany;
+    // Eight panels share tiles of tokens, four or two where that leaves too few ranges to balance.
+    for (size_t rows = w.packing == Packing::kBlocks ? 128 : 64; panels && rows > kRowsForMany;) {
+      if (w.rows >= rows * 4 * threads) return rows;
+      rows /= 2;
+    }
+    return kRowsForMany;
   }
   const size_t each = std::max<size_t>(1, row_bytes(w));
   return std::clamp<size_t>(kRangeBytes / each / kPanelRows, 1, 16) * kPanelRows;
@@ -49,8 +53,10 @@ void multiply_range(const Part& part, const Inputs& all, size_t first, size_t en
   Scratch scratch(std::min(all.tokens, kTokenChunk) * rows * sizeof(float));
   float* results = scratch.take<float>(std::min(all.tokens, kTokenChunk) * rows);
   const size_t width = bytes_of(out.type);
-  for (size_t begin = 0; begin < all.tokens; begin += kTokenChunk) {
-    Inputs some = inputs_of(weight, slice(all, begin, std::min(kTokenChunk, all.tokens - begin)));
+  const Pieces pieces(all.tokens, kTokenChunk);
+  for (size_t i = 0; i < pieces.count; ++i) {
+    const size_t begin = pieces.begin(i);
+    Inputs some = inputs_of(weight, slice(all, begin, pieces.begin(i + 1) - begin));
     some.arranged = part.arranged == nullptr
                         ? nullptr
                         : part.arranged + begin / kTokenBlock * part.arranged_bytes;

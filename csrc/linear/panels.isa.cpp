@@ -30,7 +30,7 @@ void multiply(const Weight& w, const Inputs& in, size_t first_row, size_t end_ro
   const auto* starts = reinterpret_cast<const int32_t*>(in.arranged);
   const Int8Call call{w, in, starts, groups_of(w), panel_groups(w), code_factor(w)};
 #if defined(HMT_AMX)
-  if (in.tokens >= kAmxTokens) {
+  if (tiles_pay(w, in.tokens)) {
     return multiply_amx(call, nibble_of(w), first_row, end_row, out, out_stride);
   }
 #endif

@@ -7,42 +7,27 @@
 
 #include "base/scratch.h"
 #include "linear/panels_int8.h"
+#include "simd/tiles.h"
 
 namespace hmt::HMT_ISA {
 
-// Tokens from which on tiles pay.
-constexpr size_t kAmxTokens = 8;
+// Whether tiles pay.  Not where tokens have a scale per group of 32, whose products fill half a tile
+// and are few for what each costs in vector registers: 512 tokens times [14336, 4096] took 16 Xeon
+// cores 21 ms with tiles and 15 without, 8 tokens 0.47 and 0.28.
+inline bool tiles_pay(const Weight& w, size_t tokens) {
+  return tokens >= 8 && w.scale_columns == 0;
+}
 constexpr size_t kMostTokens = 256;  // whose sums lie in L1 and L2 at a time
 
-// While one exists, its thread's tile registers are
+// Tile registers
 //   0, 1   products of 16 tokens and 16 rows     2, 3   16 tokens times `columns`
 //   4      `columns` times 16 rows               5, 6   as 0 and 2, of the last `rest` tokens
-class PanelTiles {
- public:
-  PanelTiles(size_t columns, size_t rest) {
-    const auto bytes = static_cast<uint16_t>(columns);
-    const auto lines = static_cast<uint8_t>(columns / 4);
-    const auto few = static_cast<uint8_t>(rest == 0 ? 1 : rest);  // a tile has at least one row
-    const Config config = {1, 0, {}, {64, 64, bytes, bytes, 64, 64, bytes},
-                           {16, 16, 16, 16, lines, few, few}};
-    // GCC's intrinsic does not say that it reads all of it, and stores to it could be left out.
-    __asm__ volatile("" : : "r"(&config) : "memory");
-    _tile_loadconfig(&config);
-  }
-  ~PanelTiles() { _tile_release(); }
-  PanelTiles(const PanelTiles&) = delete;
-  PanelTiles& operator=(const PanelTiles&) = delete;
-
- private:
-  struct alignas(64) Config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-};
-
-// The intrinsics do not say which memory they read and write.
-HMT_INLINE void settle_tile_memory() { __asm__ volatile("" ::: "memory"); }
+inline TileShapes panel_tiles(size_t columns, size_t rest) {
+  const auto bytes = static_cast<uint16_t>(columns);
+  const auto lines = static_cast<uint8_t>(columns / 4);
+  const auto few = static_cast<uint8_t>(rest == 0 ? 1 : rest);  // a tile has at least one row
+  return {1, 0, {}, {64, 64, bytes, bytes, 64, 64, bytes}, {16, 16, 16, 16, lines, few, few}};
+}
 
 // products [2][16 tokens][16 rows] of a group of `steps` times `columns` columns; x: 32 tokens.
 HMT_INLINE void multiply_tiles(const int8_t* x, size_t stride, const uint8_t* codes,
@@ -106,7 +91,7 @@ void spread_blocks(const uint8_t* data, size_t first, size_t end, uint8_t* out) 
   }
 }
 
-template <Nibble kNibble, bool kScaled>  // as in Int8Tile
+template <Nibble kNibble>  // as in Int8Tile
 struct AmxPanel {
   const Int8Call& call;
   size_t panel;
@@ -128,9 +113,7 @@ struct AmxPanel {
       I16v dots = load(products + t * 16);
       if (kNibble == Nibble::kZero) dots = add(dots, mul(zeros, set1(start)));
       else if (kNibble != Nibble::kMinimum) dots = add(dots, set1(start));
-      const float own = kScaled ? call.in.scales[(first + t) * call.in.scale_stride + group] : 1.0f;
-      const F16v factor = kScaled ? mul(scale, set1(own)) : scale;
-      F16v total = add(load(mine), mul(to_float(dots), factor));
+      F16v total = add(load(mine), mul(to_float(dots), scale));
       if (kNibble == Nibble::kMinimum) {
         total = add(total, mul(minimum_factor(start), load(numbers.minima[slot])));
       }
@@ -160,7 +143,7 @@ struct AmxPanel {
   }
 };
 
-template <Nibble kNibble, bool kScaled>
+template <Nibble kNibble>
 void multiply_amx_panels(const Int8Call& call, size_t first_row, size_t end_row, float* out,
                          size_t out_stride) {
   const Weight& w = call.w;
@@ -169,14 +152,14 @@ void multiply_amx_panels(const Int8Call& call, size_t first_row, size_t end_row,
   Scratch scratch(most * kPanelRows + held * 16 * sizeof(float));
   uint8_t* codes = scratch.take<uint8_t>(most * kPanelRows);
   float* totals = scratch.take<float>(held * 16);
-  const PanelTiles tiles(w.tile_columns < 64 ? w.tile_columns : 64, tokens % 16);
+  const Tiles tiles(panel_tiles(w.tile_columns < 64 ? w.tile_columns : 64, tokens % 16));
   for (size_t token = 0; token < tokens; token += kMostTokens) {
     const size_t end = token + kMostTokens < tokens ? token + kMostTokens : tokens;
     for (size_t row = first_row; row < end_row; row += kPanelRows) {
       const size_t panel = row / kPanelRows;
       const uint8_t* data = static_cast<const uint8_t*>(w.data) + panel * panel_bytes(w);
       std::memset(totals, 0, (end - token) * 16 * sizeof(float));
-      AmxPanel<kNibble, kScaled> product{call, panel, token, totals, {}};
+      AmxPanel<kNibble> product{call, panel, token, totals, {}};
       for (size_t begin = 0; begin < call.groups; begin += kGroupsAhead) {
         const size_t left = call.groups - begin;
         const size_t count = left < kGroupsAhead ? left : kGroupsAhead;
@@ -189,32 +172,24 @@ void multiply_amx_panels(const Int8Call& call, size_t first_row, size_t end_row,
       for (size_t t = token; t < end; ++t) {
         float lanes[16];
         const F16v total = load(totals + (t - token) * 16);
-        store(lanes, kScaled ? total : mul(total, set1(call.in.scales[t])));
+        store(lanes, mul(total, set1(call.in.scales[t])));
         std::memcpy(out + t * out_stride + row - first_row, lanes, rows * sizeof(float));
       }
     }
   }
 }
 
-template <Nibble kNibble>
-void multiply_amx_scaled(const Int8Call& call, size_t first_row, size_t end_row, float* out,
-                         size_t stride) {
-  auto* multiply = call.w.scale_columns != 0 ? multiply_amx_panels<kNibble, true>
-                                             : multiply_amx_panels<kNibble, false>;
-  multiply(call, first_row, end_row, out, stride);
-}
-
 inline void multiply_amx(const Int8Call& call, Nibble nibble, size_t first_row, size_t end_row,
                          float* out, size_t out_stride) {
   switch (nibble) {
     case Nibble::kOffset:
-      return multiply_amx_scaled<Nibble::kOffset>(call, first_row, end_row, out, out_stride);
+      return multiply_amx_panels<Nibble::kOffset>(call, first_row, end_row, out, out_stride);
     case Nibble::kZero:
-      return multiply_amx_scaled<Nibble::kZero>(call, first_row, end_row, out, out_stride);
+      return multiply_amx_panels<Nibble::kZero>(call, first_row, end_row, out, out_stride);
     case Nibble::kMinimum:
-      return multiply_amx_scaled<Nibble::kMinimum>(call, first_row, end_row, out, out_stride);
+      return multiply_amx_panels<Nibble::kMinimum>(call, first_row, end_row, out, out_stride);
     case Nibble::kFp4:
-      return multiply_amx_scaled<Nibble::kFp4>(call, first_row, end_row, out, out_stride);
+      return multiply_amx_panels<Nibble::kFp4>(call, first_row, end_row, out, out_stride);
   }
 }
 

@@ -3,31 +3,10 @@
 // product 16 rows of 16 tokens, 64 bytes apart.  Only for rows.isa.cpp.
 #pragma once
 
-#include "simd/vec.h"
+#include "simd/tiles.h"
 
 namespace hmt::HMT_ISA {
 namespace {
-
-// While one exists, its thread's eight tile registers are 16 rows of 64 bytes each.
-class Tiles {
- public:
-  Tiles() { _tile_loadconfig(&kConfig); }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-
- private:
-  struct alignas(64) Config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  };
-  static constexpr Config kConfig = {
-      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-};
-
-// The intrinsics do not say which memory they read and write.
-HMT_INLINE void settle_memory() { __asm__ volatile("" ::: "memory"); }
 
 // sums[i][j] = (fresh ? 0 : sums[i][j]) + rows [16 i, 16 i + 16) times block j; `count` lines, a
 // multiple of 16.  Sums are int32 of int8, or f32 of bf16 pairs.
@@ -36,7 +15,7 @@ HMT_INLINE void multiply_with_tiles(const uint8_t* weights, size_t row_bytes,
                                     const uint8_t* const* lines, size_t count, bool fresh,
                                     float* const (*sums)[2]) {
   constexpr bool kTwoRows = kRowTiles == 2, kTwoBlocks = kBlocks == 2;
-  settle_memory();
+  settle_tile_memory();
   if (fresh) {
     _tile_zero(0);
     _tile_zero(1);
@@ -70,7 +49,7 @@ HMT_INLINE void multiply_with_tiles(const uint8_t* weights, size_t row_bytes,
   if (kTwoBlocks) _tile_stored(1, sums[0][1], 64);
   if (kTwoRows) _tile_stored(2, sums[1][0], 64);
   if (kTwoRows && kTwoBlocks) _tile_stored(3, sums[1][1], 64);
-  settle_memory();
+  settle_tile_memory();
 }
 
 }  // namespace

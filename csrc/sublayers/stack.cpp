@@ -26,7 +26,7 @@ void attend_layer(const AttentionLayer& layer, const StackStep& step, char* x, s
   char* heads = scratch.take<char>(tokens * row * width);
   char* out = scratch.take<char>(tokens * out_row * width);
   attention_inputs(inputs, const_rows(step.hidden, type, tokens, step.width),
-                   step.angles[layer.angles], nullptr, heads, threads);
+                   step.angles[layer.angles], heads, threads);
   const char* key = heads + out_row * width;
   const char* value = key + inputs.kv_heads * dim * width;
   append(layer.pages, step.runs, step.run_count, {key, type, row, dim}, {value, type, row, dim},
@@ -97,7 +97,7 @@ size_t run_stack(const std::vector<StackLayer>& layers, const StackStep& step, s
   for (const StackLayer& layer : layers) {
     attend_layer(layer.attention, step, x, threads);
     if (const auto* dense = std::get_if<FeedForward>(&layer.second)) {
-      feed_forward(*dense, step.type, step.tokens, step.hidden, x, nullptr, threads);
+      feed_forward(*dense, step.type, step.tokens, step.hidden, x, threads);
     } else {
       const auto& sparse = std::get<SparseLayer>(layer.second);
       experts += sparse_layer(sparse, step, x, uses, threads);

@@ -37,12 +37,10 @@ struct Angles {
   size_t turned;
 };
 
-// hidden     [tokens, width], rows without a gap
-// workspace  [tokens, width] of hidden's type, or null: then the thread's own memory serves, which
-//            it keeps, so that is for few tokens
-// heads      [tokens, heads + 2 kv_heads, dim] of hidden's type: queries, keys, values
+// hidden  [tokens, width], rows without a gap
+// heads   [tokens, heads + 2 kv_heads, dim] of hidden's type: queries, keys, values
 void attention_inputs(const AttentionInputs& layer, const ConstMatrix& hidden, const Angles& angles,
-                      void* workspace, void* heads, size_t threads);
+                      void* heads, size_t threads);
 
 // hidden += x; hidden += post_norm(down(activation(gate(n)) * up(n))), where n = norm(hidden).
 struct FeedForward {
@@ -54,13 +52,9 @@ struct FeedForward {
   NormWeight post_norm;
 };
 
-// Numbers of feed_forward's workspace for each token.
-size_t workspace_width(const FeedForward& layer);
-
-// hidden     [tokens, width] of `type`, rows without a gap, changed in place
-// x          the same; null where there is nothing to add
-// workspace  [tokens, workspace_width(layer)] of `type`, or null as above
+// hidden  [tokens, width] of `type`, rows without a gap, changed in place
+// x       the same; null where there is nothing to add
 void feed_forward(const FeedForward& layer, DType type, size_t tokens, void* hidden, const void* x,
-                  void* workspace, size_t threads);
+                  size_t threads);
 
 }  // namespace hmt

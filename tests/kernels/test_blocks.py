@@ -15,7 +15,7 @@ from hmt.kernels.reference.packing import unpack_blocks
 
 NATIVE = extension.load()
 INT8, FLOAT = Activations.INT8_BLOCK, Activations.FLOAT
-TOKENS = (1, 2, 5, 17, 64)
+TOKENS = (1, 2, 5, 17, 32, 41, 64)  # of one to four tiles, even and odd
 KINDS = pytest.mark.parametrize("kind", list(BLOCK_SHAPES))
 SOME = pytest.mark.parametrize("kind", [Encoding.Q4_K, Encoding.Q6_K, Encoding.Q5_1, Encoding.Q8_0])
 
@@ -118,12 +118,16 @@ def test_every_entry_of_a_grid_is_multiplied(kind: Encoding, isa: str, tokens: i
     same(ops.linear(x, w), reference.linear(x, w))
 
 
-@LOOKED_UP
-def test_a_single_token_after_a_chunk_of_many(kind: Encoding, isa: str) -> None:
-    """512 tokens are multiplied at a time: the last is arranged with them, but multiplied alone."""
+@KINDS
+@pytest.mark.parametrize("tokens", [513, 1041])
+def test_a_few_tokens_more_than_are_multiplied_at_a_time(
+    kind: Encoding, isa: str, tokens: int
+) -> None:
+    """512 at most: all are arranged together, and multiplied in two or three pieces."""
     w = random_weight(kind, 19, 512, activations=INT8)
-    x = activations(514, w.shape[1])[:513]
-    same(ops.linear(x, w)[-2:], reference.linear(x[-2:], w))
+    x = activations(tokens + 1, w.shape[1])[:tokens]
+    some = [0, 255, 256, 271, 272, 511, 512, tokens - 2, tokens - 1]
+    same(ops.linear(x, w)[some], reference.linear(x[some], w))
 
 
 @SOME
@@ -150,15 +154,27 @@ def test_the_largest_codes_do_not_overflow(kind: Encoding, isa: str) -> None:
         w.data.fill_(byte)
         if w.scales is not None:
             w.scales.fill_(1.0)
-        x = torch.ones(9, 256)
+        x = torch.ones(33, 256)
         x[1::2] = -1
         x[2, ::2] = -1
         expected = reference.linear(x, w)
         finite = expected.isfinite()  # an f16 of all ones is none
-        for tokens in (1, 9):
+        for tokens in (1, 9, 33):
             found = ops.linear(x[:tokens], w)
             assert torch.equal(found.isfinite(), finite[:tokens])
             assert torch.equal(found[finite[:tokens]], expected[:tokens][finite[:tokens]])
+
+
+@pytest.mark.parametrize("kind", [Encoding.Q3_K, Encoding.Q6_K, Encoding.IQ4_XS])
+def test_every_code_times_every_scale(kind: Encoding, isa: str) -> None:
+    """Signed scales and codes, which meet in a byte or two: the least of both among them."""
+    w = random_weight(kind, 512, 512, activations=INT8, seed=3)
+    parts = block_integers(kind, unpack_blocks(w, slice(0, w.shape[0])))
+    codes = parts.codes.view(len(parts.codes), -1, BLOCK_SHAPES[kind].group)
+    products = codes * parts.scales[..., None]
+    assert products.max() == codes.min() * parts.scales.min()
+    x = activations(33, w.shape[1])
+    same(ops.linear(x, w), reference.linear(x, w))
 
 
 @KINDS

@@ -139,6 +139,18 @@ def test_equals_layers_one_after_the_other_to_the_bit(isa, encoding, activations
         assert torch.equal(found, one_by_one(x, experts, chosen, scales))
 
 
+@pytest.mark.parametrize("encoding", [Encoding.Q4_K, Encoding.Q3_K])
+def test_more_tokens_of_an_expert_than_are_multiplied_at_a_time(isa, encoding):
+    """256 at most; the other expert has a few, and neither a multiple of 16."""
+    experts = make_experts([0, 1], 256, 256, encoding, Activations.INT8_BLOCK)
+    x = torch.randn(300, 256, generator=torch.Generator().manual_seed(5))
+    chosen = (torch.arange(300) % 11 == 0).long()[:, None]  # 28 of 300
+    scales = torch.rand(300, 1, generator=torch.Generator().manual_seed(6))
+    found = ops.experts(x, experts, chosen, scales, "silu")
+    assert found.isfinite().all() and found.abs().sum() > 0
+    assert torch.equal(found, one_by_one(x, experts, chosen, scales))
+
+
 @pytest.mark.parametrize("encoding", [Encoding.BF16, Encoding.INT8_CHANNEL])
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "clamped_swish"])
 def test_odd_sizes_with_biases(isa, encoding, activation):

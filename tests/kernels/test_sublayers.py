@@ -1,6 +1,8 @@
 """Parts of a layer in one call: to the bit what the operations give one by one."""
 
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +152,24 @@ def test_many_tokens_take_memory_of_their_own(isa, threads):
     kinds = [(Encoding.INT4_GROUP, INT8)]
     check_inputs(kinds, torch.bfloat16, 1500)
     check_ffn(kinds, torch.bfloat16, 400)
+
+
+@pytest.mark.skipif(NATIVE is None, reason="memory of the extension")
+def test_what_is_too_much_to_keep_is_given_back():
+    """35 MB between gate and down, in f32; 32 MiB are the most that a thread keeps."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    params = ffn_params([(Encoding.INT4_GROUP, INT8)], width=4096)
+    before = resident()
+    layer = FeedForward("silu", NormOptions(1e-5))
+    hidden = random(700, HIDDEN, seed=1)
+    expected = hidden.clone()
+    ops.feed_forward(hidden, None, params, layer)
+    assert resident() - before < 24 << 20
+    reference.feed_forward(expected, None, params, layer, ops)
+    same(hidden, expected)
 
 
 def test_numbers_that_are_none(isa):

@@ -22,10 +22,6 @@ from hmt.kernels.reference.sublayers import (
 )
 from hmt.kernels.weight_cache import WeightCache
 
-# For what a call needs meanwhile it makes no tensor: 14 MB that come and go between smaller ones
-# cut up the allocator's arenas, and a process grew by 40 MB more.  Above 32 MiB they are mappings
-# of their own, and too much to keep.
-_OWN_NUMBERS = 1 << 24
 # A layer, and the extension's own description of its block, kept with the block's norm.
 _SUBLAYERS: WeightCache[tuple[Any, Any]] = WeightCache()
 
@@ -57,7 +53,6 @@ def attention_inputs(
     heads = torch.empty(
         (tokens, layer.heads + 2 * layer.kv_heads, layer.head_dim), dtype=hidden.dtype
     )
-    workspace = _workspace(tokens * width, hidden.dtype)
     native.attention_inputs(
         made,
         hidden.data_ptr(),
@@ -67,7 +62,6 @@ def attention_inputs(
         cos.data_ptr(),
         sin.data_ptr(),
         turned,
-        0 if workspace is None else workspace.data_ptr(),
         heads.data_ptr(),
         torch.get_num_threads(),
     )
@@ -85,14 +79,12 @@ def feed_forward(
     if x is not None and not (x.dtype is dtype and x.shape == hidden.shape and x.is_contiguous()):
         return False
     tokens = hidden.shape[0]
-    workspace = _workspace(tokens * made.workspace_width, dtype)
     native.feed_forward(
         made,
         DTYPES[dtype],
         tokens,
         hidden.data_ptr(),
         0 if x is None else x.data_ptr(),
-        0 if workspace is None else workspace.data_ptr(),
         torch.get_num_threads(),
     )
     return True
@@ -106,11 +98,6 @@ def native_attention_inputs(native: ModuleType, params: Params, layer: Attention
 def native_feed_forward(native: ModuleType, params: Params, layer: FeedForward) -> Any:
     """The extension's own description, made once; None where it has no kernel for a part of it."""
     return _made(native, params, layer, _describe_feed_forward)
-
-
-def _workspace(numbers: int, dtype: torch.dtype) -> Tensor | None:
-    """Memory for what a call needs meanwhile; None where the extension's own is enough."""
-    return None if numbers <= _OWN_NUMBERS else torch.empty(numbers, dtype=dtype)
 
 
 def _made(native: ModuleType, params: Params, layer: Any, describe: Callable[..., Any]) -> Any:
