@@ -87,7 +87,9 @@ def border_in(config: Config) -> RotaryBorder | None:
         if parameters.get("rope_type", "default") == "default":
             check_typed(parameters)
         try:
-            borders.append(border_of(parameters, longest_context(config)))
+            # Not the longest context, which dynamic frequencies stretch.
+            limit = getattr(config, "max_position_embeddings", None) or longest_context(config)
+            borders.append(border_of(parameters, limit))
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"rope_parameters {parameters} cannot be used: {type(error).__name__} {error}"
