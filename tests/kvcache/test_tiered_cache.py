@@ -135,10 +135,14 @@ class Texts:
             kept = value if layer.has_values else None
             sinks = self.randn(4) if index == 2 else None
             self.cache.append(index, step, key, kept)
-            out = self.cache.attend(index, step, query, scale=0.3, softcap=5.0, sinks=sinks)
             for run in step.segments:
                 rows = self.rows[run.sequence]
                 rows[index] = torch.cat((rows[index], torch.cat((key, value), -1)[run.tokens]))
+            if layer.kind is KVKind.INDEX:
+                continue  # which is read and gathered, and not attended to
+            out = self.cache.attend(index, step, query, scale=0.3, softcap=5.0, sinks=sinks)
+            for run in step.segments:
+                rows = self.rows[run.sequence]
                 keys, values = rows[index].split([layer.key_dim, layer.value_dim], -1)
                 wanted, _ = ops.attention(
                     query[run.tokens], keys, values, start=run.start, scale=0.3,

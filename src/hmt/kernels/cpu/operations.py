@@ -40,7 +40,6 @@ class CompiledOperations:
         self._native = native
         self.add_rms_norm = partial(elementwise.add_rms_norm, native)
         self.add_rms_norm_quantize = partial(elementwise.add_rms_norm_quantize, native)
-        self.append_pages = partial(attention.append_pages, native)
         self.attend_part = partial(attention.attend_into, native)
         self.causal_conv = partial(recurrent.causal_conv, native)
         self.dequantize = partial(linear.dequantize, native)
@@ -65,6 +64,20 @@ class CompiledOperations:
         self.stack = partial(stack.stack, native)
         self.state_space_scan = partial(recurrent.state_space_scan, native)
         self.time_steps = partial(recurrent.time_steps, native)
+
+    def append_pages(
+        self,
+        pages: Pages,
+        layer: int,
+        runs: AttentionMetadata,
+        key: Tensor,
+        value: Tensor | None,
+    ) -> None:
+        """`reference.append_pages`."""
+        if pages.layout.rows:
+            reference.append_pages(pages, layer, runs, key, value)
+            return
+        attention.append_pages(self._native, pages, layer, runs, key, value)
 
     def linear_into(self, out: Tensor, x: Tensor, w: WeightTensor) -> None:
         """`reference.linear_into`."""
