@@ -118,6 +118,14 @@ def answers(folder: Path, **options: Any) -> tuple[Any, list[Any], str]:
         found: list[Any] = [model.logits(tokens, range(100), prefill=70)]
         requests = [hmt.Request(ids(n, n), 6, ignore_eos=True) for n in (5, 60, 33)]
         found += [answer.token_ids for answer in model.infer_batch(requests)]
+        asked = hmt.Request(tokens[:37], 5, ignore_eos=True)
+        beams = model.beam_search(asked, 2)
+        found += [beam.token_ids for beam in beams]
+        # A beam's score is what its tokens have when they are given.
+        text = [*tokens[:37], *beams[0].token_ids]
+        said = model.logits(text, range(36, len(text) - 1), prefill=20).log_softmax(-1)
+        given = said.gather(1, torch.tensor(text[37:])[:, None]).mean()
+        assert abs(float(given) - (beams[0].score or 0)) < 1e-4
         plan, prepared = model.plan, model.prepared
         shown = [explain(plan, prepared.demand, prepared.machine)]
         shown += reasons(plan, prepared.demand, prepared.machine)
