@@ -14,7 +14,7 @@ from typing_extensions import override
 from hmt.base.errors import CheckpointError
 from hmt.base.units import round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.step import Step
+from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.kernels import ops
 from hmt.layers import (
@@ -90,6 +90,8 @@ class Qwen4Exp(Decoder):
         self._expert = gated_ffn(config, config.moe_intermediate_size)
         self._memories = _memories(config, streams)
         self._hidden_size = hidden
+        # Rows of the last step's tokens, by layer, which are found before it leaves host memory.
+        self._row_ids: tuple[tuple[Segment, ...], dict[int, Tensor]] = ((), {})
         width = max(part.activation_width for part in (self._attention, self._delta))
         sparse = 2 * hidden + self._shared.activation_width
         width = max(width, sparse, self._expert.activation_width)
@@ -173,9 +175,10 @@ class Qwen4Exp(Decoder):
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
-        for index, memory in self._memories.items():
-            ids = memory.hashed.row_ids(step).flatten()
-            weights.request_rows(_table(index), "weight", ids)
+        ids = {index: memory.hashed.row_ids(step) for index, memory in self._memories.items()}
+        self._row_ids = step.segments, ids
+        for index, rows in ids.items():
+            weights.request_rows(_table(index), "weight", rows.flatten())
         return super().embed(step, weights).repeat(1, self._final.norm.streams)
 
     @override
@@ -184,7 +187,8 @@ class Qwen4Exp(Decoder):
     ) -> Tensor:
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             if (memory := self._memories.get(index)) is not None:
-                ids = memory.hashed.row_ids(step)
+                runs, found = self._row_ids
+                ids = found[index] if runs is step.segments else memory.hashed.row_ids(step)
                 rows = weights.rows(_table(index), "weight", ids.flatten())
                 rows = rows.view(len(ids), -1).to(hidden)
                 number = self.spec.index_layer(index)
