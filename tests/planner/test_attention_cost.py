@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hmt.contracts.machine import ComputeRates
-from hmt.layers.mla import LatentAttention
+from hmt.layers.latent.mla import LatentAttention
 from hmt.planner.cost.attention_cost import (
     AttentionWork,
     attention_ops,

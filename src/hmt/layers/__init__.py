@@ -4,12 +4,20 @@ from hmt.layers.attention import Attention
 from hmt.layers.delta_attention import DeltaAttention
 from hmt.layers.delta_net import GatedDeltaNet
 from hmt.layers.ffn import GatedFFN, ResidualFFN
-from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.gated import (
+    BlockIndexer,
+    BlockSparseAttention,
+    GatedAttention,
+    GatedResidual,
+    NGramHash,
+    NGramMemory,
+    StreamNorm,
+)
+from hmt.layers.latent import Indexer, LatentAttention, Selection, SparseLatentAttention
 from hmt.layers.lightning_attention import LightningAttention, lightning_decays
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.mamba import Mamba
 from hmt.layers.mamba2 import Mamba2
-from hmt.layers.mla import LatentAttention
 from hmt.layers.moe import (
     BiasedSigmoidRouter,
     GroupedSoftmaxRouter,
@@ -32,13 +40,5 @@ from hmt.layers.rope import (
     common_border,
     yarn_mscale,
 )
-from hmt.layers.selection import (
-    BlockIndexer,
-    BlockSparseAttention,
-    Indexer,
-    Selection,
-    SparseLatentAttention,
-)
 from hmt.layers.short_conv import ShortConv
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers
-from hmt.layers.streams import GatedResidual, NGramHash, NGramMemory, StreamNorm

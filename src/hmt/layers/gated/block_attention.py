@@ -11,9 +11,9 @@ from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
-from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.gated.gated_attention import GatedAttention
+from hmt.layers.latent.mla import only
 from hmt.layers.linear import Params, project
-from hmt.layers.mla import only
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
 

@@ -12,8 +12,8 @@ from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
+from hmt.layers.latent.mla import LatentAttention
 from hmt.layers.linear import Params, linear_params, project
-from hmt.layers.mla import LatentAttention
 from hmt.layers.rope import Rotary
 
 _NORM_EPS = 1e-6  # of index keys, in all families

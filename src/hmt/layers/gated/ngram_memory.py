@@ -15,8 +15,8 @@ from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, StateRun
 from hmt.kernels import ops
+from hmt.layers.gated.gated_residual import StreamNorm
 from hmt.layers.linear import Params, linear_params, project
-from hmt.layers.streams.gated_residual import StreamNorm
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
