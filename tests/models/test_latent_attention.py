@@ -11,7 +11,8 @@ from hmt.contracts.model import CHUNK_TOKENS
 from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
 from hmt.kernels.weight_rows import rows_of
-from hmt.layers import LatentAttention, mla
+from hmt.layers import LatentAttention
+from hmt.layers.latent import mla
 from hmt.layers.rope import Rotary
 from hmt.quant import pack_codes, pack_groups
 

@@ -13,7 +13,8 @@ import torch
 from hybrid_models import ids, publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_configs import cases
+from plain_memory import bench_of, random_reference
+from random_configs import Case, cases
 from safetensors.torch import save_file
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
@@ -90,6 +91,19 @@ def test_a_run_that_does_not_know_what_precedes_it_is_refused() -> None:
         step = Step.build([SegmentRequest(0, 9, [5], 0, preceding=preceding)])
         with pytest.raises(AssertionError, match="tokens before it"):
             hashed.row_ids(step)
+
+
+@pytest.mark.parametrize("case", cases("qwen4_exp_text"), ids=lambda case: case.name)
+def test_rows_are_asked_for_before_any_layer_and_used_once(case: Case, tmp_path: Path) -> None:
+    bench = bench_of(random_reference(case.config, case.seed), tmp_path)
+    lookups = bench.model.spec.row_lookups
+    assert len(lookups) == len(case.config.ple_layer_ids)
+    step, weights = Step.build([(0, 0, [3, 4, 5, 6], 1)]), bench.weights
+    bench.model.embed(step, weights)
+    asked = {block: len(rows) for block, rows in weights.requested_rows.items()}
+    assert asked == {block: 4 * count for block, count in lookups.items()} and not weights.leased
+    bench.run((0, 0, [3, 4, 5, 6]), (1, 0, [8]))
+    assert not weights.requested_rows
 
 
 @pytest.fixture(scope="module")

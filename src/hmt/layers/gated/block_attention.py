@@ -140,9 +140,11 @@ class BlockSparseAttention:
 
     @property
     def gathered_width(self) -> int:
-        """Numbers alive besides: rows that tokens select, and one token's own of them."""
-        kv = self.kv
-        return 2 * self.indexer.most * kv.row_width
+        """Numbers alive besides: one token's rows, and copies of them.
+
+        Rows of all tokens together are no more than those of the context.
+        """
+        return 3 * self.indexer.most * self.kv.row_width
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + q_proj, `at` + indexer.index_qk_proj and so on."""

@@ -137,8 +137,13 @@ class NGramMemory:
 
     @property
     def activation_width(self) -> int:
-        """Numbers alive per token: rows twice, row ids; of all streams what is made, in f32 too."""
-        return 2 * self.width + 4 * self.hashed.rows_per_token + 10 * self.norm.width
+        """Numbers alive per token: rows once more; of all streams what is made, in f32 too."""
+        return self.width + 10 * self.norm.width
+
+    @property
+    def rows_width(self) -> int:
+        """Numbers of a token's rows, and of their ids in int64, which are sorted."""
+        return self.width + 6 * self.hashed.rows_per_token
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters but for the table, called `at` + key_proj and so on in the checkpoint."""

@@ -96,6 +96,8 @@ class Qwen4Exp(Decoder):
         sparse = 2 * hidden + self._shared.activation_width
         width = max(width, sparse, self._expert.activation_width)
         width = max([width, *(m.activation_width for m in self._memories.values())])
+        # Rows of all tables wait for their layers from the beginning of a step.
+        width += sum(memory.rows_width for memory in self._memories.values())
         super().__init__(
             config,
             dtype,
