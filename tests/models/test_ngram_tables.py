@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
 import hmt
-from hmt.base.errors import DiskReadError, MissingFileError, ShapeError
+from hmt.base.errors import CheckpointError, DiskReadError, MissingFileError, ShapeError
 from hmt.base.trace import Tracer
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import ModelSpec
@@ -31,6 +31,7 @@ from hmt.formats import open_checkpoint
 from hmt.layers import NGramHash
 from hmt.memory import HostPool, Ledger, ReadQueue
 from hmt.memory.disk.readers import PreadReader
+from hmt.models import open_model
 from hmt.planner import PlanOptions, explain, smallest_budget, solve
 from hmt.planner.what_if.placement_reasons import reasons
 from hmt.weights import bind, lay_out, row_span_bytes
@@ -285,3 +286,27 @@ def test_rows_are_read_ahead_once_and_what_is_asked_is_answered(tmp_path: Path) 
         lookup.rows(layout, "weight", torch.tensor([13]))
     lookup.request(layout, "weight", torch.tensor([13]))
     lookup.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"ngram_vocab_size_base": 1 << 40}, "ngram_vocab_size_base is .* from 1 to"),
+        ({"ple_conv_kernel_size": 40}, "reaches back"),
+        ({"make_ngram_vocab_size_divisible_by": 0}, "divisible_by is 0"),
+        ({"heads_per_ngram": 60, "ngram_size": 11, "ple_embed_dim": 600}, "600 hashes"),
+        ({"hc_count": 10**9}, "hc_count is .* from 1 to 64"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "depend on the length",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_computed_is_refused(fields: dict[str, Any], said: str) -> None:
+    [case] = cases("qwen4_exp_text")[:1]
+    config = case.config.to_dict() | {"architectures": ["Qwen4ExpForCausalLM"]} | fields
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError, match=said):
+        open_model(config, Path("there"), torch.float32)
+    assert time.monotonic() - begin < 20

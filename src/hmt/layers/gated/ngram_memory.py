@@ -6,6 +6,8 @@ rows of it, which are known as soon as the token is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -203,7 +205,12 @@ def _primes_from(least: int, count: int) -> tuple[int, ...]:
     found: list[int] = []
     number = max(least, 2)
     while len(found) < count:
-        if all(number % divisor for divisor in range(2, int(number**0.5) + 1)):
+        if _is_prime(number):
             found.append(number)
         number += 1
     return tuple(found)
+
+
+@lru_cache(1 << 14)  # tables of a model begin at the same number
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, isqrt(number) + 1))

@@ -49,7 +49,8 @@ from hmt.models.linear_attention.qwen3_next import delta_heads
 
 _MOST_REACH = 63  # of a convolution over time, in tokens before its own: what kernels hold
 _MOST_STREAMS = 64
-_MOST_ROWS = 1 << 40  # of a table
+_MOST_ROWS = 1 << 31  # of one hash of n-grams, a hundred times what is published
+_MOST_HASHES = 512  # of all tables: each has a prime of its own, which is looked for
 _NOT_CAPTURED = (
     "an indexer selects what tokens attend to, which plain torch computes, and rows of the n-gram "
     "table are found by the tokens"
@@ -238,6 +239,14 @@ def _check_counts(config: Config) -> None:
         value = getattr(config, name)
         if type(value) is not int or not 1 <= value <= limit:
             raise CheckpointError(f"{name} is {value!r}; it must be from 1 to {limit}")
+    tables = len(config.ple_layer_ids)
+    hashes = tables and tables * config.heads_per_ngram * (config.ngram_size - 1)
+    if hashes > _MOST_HASHES:
+        raise CheckpointError(
+            f"{tables} layers with n-grams of {config.ngram_size} tokens and "
+            f"{config.heads_per_ngram} hashes for each length are {hashes} hashes; HMT finds rows "
+            f"for {_MOST_HASHES} at most"
+        )
     require(config, "indexer_kv_heads", 1)
     if config.indexer_budget % config.indexer_compress_ratio:
         raise CheckpointError(
