@@ -158,12 +158,11 @@ def test_a_table_on_disk_gives_the_bits_of_one_in_memory(
     assert tables and all(plan.homes[table] is Tier.HOST for table in tables)
     assert all(f"the table {table}" in shown for table in tables)
     convert(folder, tmp_path / "pack", EngineConfig.resolve(dtype="float32"))
-    for place in (folder, tmp_path / "pack"):
-        for executor in ("plain", "overlapped"):
-            plan, found, shown = answers(place, host_memory=least_of(place), executor=executor)
-            assert all(plan.homes[table] is Tier.DISK for table in tables)
-            assert "is on the disk" in shown and "n-grams" in shown
-            assert torch.equal(found[0], wanted[0]) and found[1:] == wanted[1:]
+    for place, executor in ((folder, "plain"), (tmp_path / "pack", "overlapped")):
+        plan, found, shown = answers(place, host_memory=least_of(place), executor=executor)
+        assert all(plan.homes[table] is Tier.DISK for table in tables)
+        assert "is on the disk" in shown and "n-grams" in shown
+        assert torch.equal(found[0], wanted[0]) and found[1:] == wanted[1:]
 
 
 def test_tables_take_memory_last(folder_of: Callable[[str], Path]) -> None:
