@@ -13,12 +13,13 @@ import torch
 from hybrid_models import ids, publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_configs import cases
+from plain_memory import bench_of, random_reference
+from random_configs import Case, cases
 from safetensors.torch import save_file
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 
 import hmt
-from hmt.base.errors import DiskReadError, MissingFileError, ShapeError
+from hmt.base.errors import CheckpointError, DiskReadError, MissingFileError, ShapeError
 from hmt.base.trace import Tracer
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import ModelSpec
@@ -30,6 +31,7 @@ from hmt.formats import open_checkpoint
 from hmt.layers import NGramHash
 from hmt.memory import HostPool, Ledger, ReadQueue
 from hmt.memory.disk.readers import PreadReader
+from hmt.models import open_model
 from hmt.planner import PlanOptions, explain, smallest_budget, solve
 from hmt.planner.what_if.placement_reasons import reasons
 from hmt.weights import bind, lay_out, row_span_bytes
@@ -92,6 +94,19 @@ def test_a_run_that_does_not_know_what_precedes_it_is_refused() -> None:
             hashed.row_ids(step)
 
 
+@pytest.mark.parametrize("case", cases("qwen4_exp_text"), ids=lambda case: case.name)
+def test_rows_are_asked_for_before_any_layer_and_used_once(case: Case, tmp_path: Path) -> None:
+    bench = bench_of(random_reference(case.config, case.seed), tmp_path)
+    lookups = bench.model.spec.row_lookups
+    assert len(lookups) == len(case.config.ple_layer_ids)
+    step, weights = Step.build([(0, 0, [3, 4, 5, 6], 1)]), bench.weights
+    bench.model.embed(step, weights)
+    asked = {block: len(rows) for block, rows in weights.requested_rows.items()}
+    assert asked == {block: 4 * count for block, count in lookups.items()} and not weights.leased
+    bench.run((0, 0, [3, 4, 5, 6]), (1, 0, [8]))
+    assert not weights.requested_rows
+
+
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     made: dict[str, Path] = {}
@@ -118,6 +133,14 @@ def answers(folder: Path, **options: Any) -> tuple[Any, list[Any], str]:
         found: list[Any] = [model.logits(tokens, range(100), prefill=70)]
         requests = [hmt.Request(ids(n, n), 6, ignore_eos=True) for n in (5, 60, 33)]
         found += [answer.token_ids for answer in model.infer_batch(requests)]
+        asked = hmt.Request(tokens[:37], 5, ignore_eos=True)
+        beams = model.beam_search(asked, 2)
+        found += [beam.token_ids for beam in beams]
+        # A beam's score is what its tokens have when they are given.
+        text = [*tokens[:37], *beams[0].token_ids]
+        said = model.logits(text, range(36, len(text) - 1), prefill=20).log_softmax(-1)
+        given = said.gather(1, torch.tensor(text[37:])[:, None]).mean()
+        assert abs(float(given) - (beams[0].score or 0)) < 1e-4
         plan, prepared = model.plan, model.prepared
         shown = [explain(plan, prepared.demand, prepared.machine)]
         shown += reasons(plan, prepared.demand, prepared.machine)
@@ -135,12 +158,11 @@ def test_a_table_on_disk_gives_the_bits_of_one_in_memory(
     assert tables and all(plan.homes[table] is Tier.HOST for table in tables)
     assert all(f"the table {table}" in shown for table in tables)
     convert(folder, tmp_path / "pack", EngineConfig.resolve(dtype="float32"))
-    for place in (folder, tmp_path / "pack"):
-        for executor in ("plain", "overlapped"):
-            plan, found, shown = answers(place, host_memory=least_of(place), executor=executor)
-            assert all(plan.homes[table] is Tier.DISK for table in tables)
-            assert "is on the disk" in shown and "n-grams" in shown
-            assert torch.equal(found[0], wanted[0]) and found[1:] == wanted[1:]
+    for place, executor in ((folder, "plain"), (tmp_path / "pack", "overlapped")):
+        plan, found, shown = answers(place, host_memory=least_of(place), executor=executor)
+        assert all(plan.homes[table] is Tier.DISK for table in tables)
+        assert "is on the disk" in shown and "n-grams" in shown
+        assert torch.equal(found[0], wanted[0]) and found[1:] == wanted[1:]
 
 
 def test_tables_take_memory_last(folder_of: Callable[[str], Path]) -> None:
@@ -263,3 +285,27 @@ def test_rows_are_read_ahead_once_and_what_is_asked_is_answered(tmp_path: Path) 
         lookup.rows(layout, "weight", torch.tensor([13]))
     lookup.request(layout, "weight", torch.tensor([13]))
     lookup.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"ngram_vocab_size_base": 1 << 40}, "ngram_vocab_size_base is .* from 1 to"),
+        ({"ple_conv_kernel_size": 40}, "reaches back"),
+        ({"make_ngram_vocab_size_divisible_by": 0}, "divisible_by is 0"),
+        ({"heads_per_ngram": 60, "ngram_size": 11, "ple_embed_dim": 600}, "600 hashes"),
+        ({"hc_count": 10**9}, "hc_count is .* from 1 to 64"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "depend on the length",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_computed_is_refused(fields: dict[str, Any], said: str) -> None:
+    [case] = cases("qwen4_exp_text")[:1]
+    config = case.config.to_dict() | {"architectures": ["Qwen4ExpForCausalLM"]} | fields
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError, match=said):
+        open_model(config, Path("there"), torch.float32)
+    assert time.monotonic() - begin < 20

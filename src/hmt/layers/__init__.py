@@ -2,7 +2,15 @@
 
 from hmt.layers.attention import Attention
 from hmt.layers.ffn import GatedFFN, ResidualFFN
-from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.gated import (
+    BlockIndexer,
+    BlockSparseAttention,
+    GatedAttention,
+    GatedResidual,
+    NGramHash,
+    NGramMemory,
+    StreamNorm,
+)
 from hmt.layers.latent import Indexer, LatentAttention, Selection, SparseLatentAttention
 from hmt.layers.layer_embedding import LayerEmbedding
 from hmt.layers.linear import Params, linear_params, project
@@ -38,7 +46,5 @@ from hmt.layers.rope import (
     common_border,
     yarn_mscale,
 )
-from hmt.layers.selection import BlockIndexer, BlockSparseAttention
 from hmt.layers.sharing_attention import SharingAttention
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers
-from hmt.layers.streams import GatedResidual, NGramHash, NGramMemory, StreamNorm

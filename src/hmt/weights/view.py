@@ -51,7 +51,7 @@ class WeightsView:
         self.lease = weights.lease if other_lease is None else self._lease
         self.lease_each = weights.lease_each
         self.count = weights.count
-        self.rows, self.request_rows = weights.rows, weights.request_rows
+        self.rows = weights.rows
 
     def resident(self, blocks: Sequence[BlockId]) -> Sequence[ResidentBlock] | None:
         """Implements Weights."""
@@ -61,6 +61,11 @@ class WeightsView:
         """Implements Weights."""
         if self._prefetch:
             self._weights.request(blocks, priority)
+
+    def request_rows(self, block: BlockId, name: str, ids: torch.Tensor) -> None:
+        """Implements Weights."""
+        if self._prefetch:
+            self._weights.request_rows(block, name, ids)
 
     def moe_backend(self, layer: int) -> MoeBackend | None:
         """Implements Weights."""

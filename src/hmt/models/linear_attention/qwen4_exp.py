@@ -14,7 +14,7 @@ from typing_extensions import override
 from hmt.base.errors import CheckpointError
 from hmt.base.units import round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.step import Step
+from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.kernels import ops
 from hmt.layers import (
@@ -49,7 +49,8 @@ from hmt.models.linear_attention.qwen3_next import delta_heads
 
 _MOST_REACH = 63  # of a convolution over time, in tokens before its own: what kernels hold
 _MOST_STREAMS = 64
-_MOST_ROWS = 1 << 40  # of a table
+_MOST_ROWS = 1 << 31  # of one hash of n-grams, a hundred times what is published
+_MOST_HASHES = 512  # of all tables: each has a prime of its own, which is looked for
 _NOT_CAPTURED = (
     "an indexer selects what tokens attend to, which plain torch computes, and rows of the n-gram "
     "table are found by the tokens"
@@ -90,10 +91,14 @@ class Qwen4Exp(Decoder):
         self._expert = gated_ffn(config, config.moe_intermediate_size)
         self._memories = _memories(config, streams)
         self._hidden_size = hidden
+        # Rows of the last step's tokens, by layer, which are found before it leaves host memory.
+        self._row_ids: tuple[tuple[Segment, ...], dict[int, Tensor]] = ((), {})
         width = max(part.activation_width for part in (self._attention, self._delta))
         sparse = 2 * hidden + self._shared.activation_width
         width = max(width, sparse, self._expert.activation_width)
         width = max([width, *(m.activation_width for m in self._memories.values())])
+        # Rows of all tables wait for their layers from the beginning of a step.
+        width += sum(memory.rows_width for memory in self._memories.values())
         super().__init__(
             config,
             dtype,
@@ -173,9 +178,10 @@ class Qwen4Exp(Decoder):
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
-        for index, memory in self._memories.items():
-            ids = memory.hashed.row_ids(step).flatten()
-            weights.request_rows(_table(index), "weight", ids)
+        ids = {index: memory.hashed.row_ids(step) for index, memory in self._memories.items()}
+        self._row_ids = step.segments, ids
+        for index, rows in ids.items():
+            weights.request_rows(_table(index), "weight", rows.flatten())
         return super().embed(step, weights).repeat(1, self._final.norm.streams)
 
     @override
@@ -184,7 +190,8 @@ class Qwen4Exp(Decoder):
     ) -> Tensor:
         with weights.lease(BlockId(index, BlockKind.ATTENTION)) as params:
             if (memory := self._memories.get(index)) is not None:
-                ids = memory.hashed.row_ids(step)
+                runs, found = self._row_ids
+                ids = found[index] if runs is step.segments else memory.hashed.row_ids(step)
                 rows = weights.rows(_table(index), "weight", ids.flatten())
                 rows = rows.view(len(ids), -1).to(hidden)
                 number = self.spec.index_layer(index)
@@ -232,6 +239,14 @@ def _check_counts(config: Config) -> None:
         value = getattr(config, name)
         if type(value) is not int or not 1 <= value <= limit:
             raise CheckpointError(f"{name} is {value!r}; it must be from 1 to {limit}")
+    tables = len(config.ple_layer_ids)
+    hashes = tables and tables * config.heads_per_ngram * (config.ngram_size - 1)
+    if hashes > _MOST_HASHES:
+        raise CheckpointError(
+            f"{tables} layers with n-grams of {config.ngram_size} tokens and "
+            f"{config.heads_per_ngram} hashes for each length are {hashes} hashes; HMT finds rows "
+            f"for {_MOST_HASHES} at most"
+        )
     require(config, "indexer_kv_heads", 1)
     if config.indexer_budget % config.indexer_compress_ratio:
         raise CheckpointError(

@@ -33,9 +33,9 @@ class StreamNorm:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [tokens, width] normalised, in x.dtype; weight [width]."""
-        parts = zip(x.chunk(self.streams, 1), weight.chunk(self.streams), strict=True)
-        eps, offset = self.norm.eps, self.norm.offset
-        return torch.cat([ops.rms_norm(own, w, eps, offset=offset) for own, w in parts], dim=1)
+        rows = x.reshape(-1, self.norm.width).float()
+        unit = ops.rms_norm(rows, torch.ones(rows.shape[1], device=x.device), self.norm.eps)
+        return (unit.view_as(x) * (weight.float() + self.norm.offset)).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class GatedResidual:
         count, own = self.norm.streams, self.name
         normed = self.norm(streams, params[f"{own}norm"].data)
         narrow = project(normed, params, f"{own}down") / count
-        narrow = ops.gated(narrow, torch.ones_like(narrow), "silu")
+        narrow = ops.sigmoid_gated(narrow, narrow)
         gated = ops.sigmoid_gated(normed, project(narrow, params, f"{own}up"))
         first, *others = gated.chunk(count, 1)
         for other in others:  # in this order, whatever the number of tokens

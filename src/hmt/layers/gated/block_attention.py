@@ -11,7 +11,7 @@ from hmt.contracts.model import KVKind, KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
-from hmt.layers.gated_attention import GatedAttention
+from hmt.layers.gated.gated_attention import GatedAttention
 from hmt.layers.latent.mla import only
 from hmt.layers.linear import Params, project
 from hmt.layers.norm import RMSNorm
@@ -140,9 +140,11 @@ class BlockSparseAttention:
 
     @property
     def gathered_width(self) -> int:
-        """Numbers alive besides: rows that tokens select, and one token's own of them."""
-        kv = self.kv
-        return 2 * self.indexer.most * kv.row_width
+        """Numbers alive besides: one token's rows, and copies of them.
+
+        Rows of all tokens together are no more than those of the context.
+        """
+        return 3 * self.indexer.most * self.kv.row_width
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + q_proj, `at` + indexer.index_qk_proj and so on."""

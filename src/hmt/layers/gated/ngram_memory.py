@@ -6,6 +6,8 @@ rows of it, which are known as soon as the token is.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -15,8 +17,8 @@ from hmt.contracts.model import LayerState, StateTensor
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, StateRun
 from hmt.kernels import ops
+from hmt.layers.gated.gated_residual import StreamNorm
 from hmt.layers.linear import Params, linear_params, project
-from hmt.layers.streams.gated_residual import StreamNorm
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -137,8 +139,13 @@ class NGramMemory:
 
     @property
     def activation_width(self) -> int:
-        """Numbers alive per token: rows twice, row ids; of all streams what is made, in f32 too."""
-        return 2 * self.width + 4 * self.hashed.rows_per_token + 10 * self.norm.width
+        """Numbers alive per token: rows once more; of all streams what is made, in f32 too."""
+        return self.width + 10 * self.norm.width
+
+    @property
+    def rows_width(self) -> int:
+        """Numbers of a token's rows, and of their ids in int64, which are sorted."""
+        return self.width + 6 * self.hashed.rows_per_token
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters but for the table, called `at` + key_proj and so on in the checkpoint."""
@@ -198,7 +205,12 @@ def _primes_from(least: int, count: int) -> tuple[int, ...]:
     found: list[int] = []
     number = max(least, 2)
     while len(found) < count:
-        if all(number % divisor for divisor in range(2, int(number**0.5) + 1)):
+        if _is_prime(number):
             found.append(number)
         number += 1
     return tuple(found)
+
+
+@lru_cache(1 << 14)  # tables of a model begin at the same number
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, isqrt(number) + 1))
