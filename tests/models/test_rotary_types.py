@@ -73,6 +73,8 @@ def config_of(family: str, kind: str, **more: Any) -> Any:
     if "layer_types" in fields:
         others = [kind for kind in fields["layer_types"] if kind != "full_attention"]
         fields["layer_types"] = [*others[:1], "full_attention"]
+    if "ple_layer_ids" in fields:
+        fields["ple_layer_ids"] = [1]  # from 1 on, and of linear attention
     if "mlp_layer_types" in fields:
         fields["mlp_layer_types"] = fields["mlp_layer_types"][:2]
     fields["max_position_embeddings"] = BORDER if kind == "dynamic" else 96
@@ -129,6 +131,8 @@ MATRIX = [
     for kind in OPTIONS
     # transformers itself knows no others in these.
     if not (family == "phi3" and kind not in ("default", "longrope"))
+    # Pools of keys have one set of frequencies; others are refused.
+    and not (family == "qwen4_exp_text" and kind in ("dynamic", "longrope"))
     and not (family == "phimoe" and kind not in ("default", "longrope"))
     and (family, kind) != ("gemma4_text", "longrope")  # it asks for one width of all heads
 ]
@@ -160,6 +164,7 @@ def test_logits_are_transformers(family: str, kind: str, tmp_path: Path) -> None
 # Whose modules turn a part of each head.
 PARTIAL = (
     "bamba", "glm4_moe", "minimax_m2", "phi3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen4_exp_text",
 )  # fmt: skip
 NATIVE = [family for family in TURNED if family not in PARTIAL]
 
