@@ -30,19 +30,20 @@ class LinkShare:
         self._tokens = 0
 
     def begin(self, tokens: int) -> None:
-        """A step of `tokens` tokens comes next on the device's queue."""
+        """A step of `tokens` tokens comes next on the device's queue, and the last has ended."""
+        self._learn()
         self._tokens = tokens
         wanted = self._learned.setdefault(tokens, self._planned)
         if wanted != self._set:
             self._share.fill_(wanted)
             self._set = wanted
+        self._notes.fill_(-1)
 
     def learned(self, tokens: int) -> float:
         """The share for steps of `tokens` tokens."""
         return self._learned.get(tokens, self._planned)
 
-    def learn(self) -> None:
-        """Move the share by the notes of a step that has ended, of as many tokens as the last."""
+    def _learn(self) -> None:
         noted = self._notes[self._notes >= 0]
         if not self._tokens or not len(noted):
             return
@@ -51,4 +52,3 @@ class LinkShare:
         self._learned[self._tokens] = min(
             max(found, _LEAST * self._planned), _MOST * self._planned, 1.0
         )
-        self._notes.fill_(-1)
