@@ -124,7 +124,7 @@ def _write(
 
 
 def _take_experts(pack: Path, other: Path, count: int, dense: int) -> None:
-    """Let the `count` experts of each layer of `pack` be those of `other`, by turns.
+    """Let the `count` experts of each layer of `pack` be those of `other`, again and again.
 
     dense   layers of `pack` before those with experts, which `other` lacks
 

@@ -327,7 +327,7 @@ class FoldedRange {
     Step step{};
     step.count = block + 1 < blocks_ ? 32 : 16;
     for (size_t p = 0; p < Step::kPanels; ++p) {
-      const bool exists = panel + p < end;  // what does not goes to totals that nobody reads
+      const bool exists = panel + p < end;  // else the sums go to totals that are not read
       step.panels[p] = panels_ + (exists ? panel + p : panel);
       step.totals[p] = totals_ + ((exists ? panel + p : kFoldedPanels) * blocks_ + block) * 256;
     }

@@ -196,7 +196,7 @@ class Bench:
         self.model = model
         self.weights = ResidentWeights(model.spec, tensors, tile)
         self.kv = PlainKV(model.spec)
-        self.texts: dict[int, list[int]] = {}  # tokens by sequence
+        self.tokens_of: dict[int, list[int]] = {}  # tokens by sequence
 
     def run(self, *parts: tuple[int, int, list[int]]) -> torch.Tensor:
         """Logits of all tokens of one step; parts are (sequence, start, token ids)."""
@@ -213,7 +213,7 @@ class Bench:
         return self.model.head(hidden[step.logit_rows], self.weights)
 
     def _with_preceding(self, part: SegmentRequest) -> SegmentRequest:
-        text = self.texts.setdefault(part.sequence, [])
+        text = self.tokens_of.setdefault(part.sequence, [])
         text[part.start :] = part.tokens
         first = max(0, part.start - self.model.spec.token_window)
         return part._replace(preceding=tuple(text[first : part.start]))

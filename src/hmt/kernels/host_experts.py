@@ -67,7 +67,7 @@ class HostExpertPlaces:
     ) -> None:
         """`view` shows the parameters of an expert that lies at an address; `some` is one.
 
-        others   whether experts that are laid out otherwise lie at these addresses by turns
+        others   whether these addresses also hold experts of another layout, at other times
 
         Raises ValueError where no kernel computes on them.
         """

@@ -70,9 +70,9 @@ def _tiktoken(settings: dict[str, Any], code: str) -> str:
     last = max([first - 1, *named, first + (count if isinstance(count, int) else 0) - 1])
     if last - first > 1 << 16:
         raise ValueError(f"special tokens up to {last} behind {first} others")
-    texts = [named.get(i, f"<|reserved_token_{i}|>") for i in range(first, last + 1)]
+    special = [named.get(i, f"<|reserved_token_{i}|>") for i in range(first, last + 1)]
     make: Any = TikTokenConverter
-    made = make(settings["file"], extra_special_tokens=texts, **pattern)
+    made = make(settings["file"], extra_special_tokens=special, **pattern)
     return str(made.converted().to_str())
 
 

@@ -270,7 +270,7 @@ class DiskPages:
 
 
 class _ReadAhead:
-    """Reads pieces in the order of layers, over and over, while somebody takes them.
+    """Reads pieces in the order of layers, over and over, as long as pieces are taken.
 
     beyond   whether what comes behind the last piece of a layer is read ahead, too
     """

@@ -1,7 +1,7 @@
 """A forward pass that stops in front of each layer until that is wanted.
 
-What a model computes between its layers, and hands from one to another, is nobody's business but
-its own: the pass runs in a thread, and the executor's thread waits while it does.
+Nothing is assumed of what a model computes between its layers and hands from one to another: the
+pass runs in a thread, and the executor's thread waits meanwhile.
 """
 
 import threading

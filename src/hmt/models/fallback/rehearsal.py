@@ -22,7 +22,13 @@ from hmt.models.fallback.blocks import Parts
 from hmt.models.fallback.call_context import CallContext, in_context
 from hmt.models.fallback.features import encoder, not_followed
 from hmt.models.fallback.lengths import border_in, by_length, check_share
-from hmt.models.fallback.sequence_cache import RowSlot, SequenceCache, StageSlots, StateSlot
+from hmt.models.fallback.sequence_cache import (
+    RowSlot,
+    SequenceCache,
+    StageSlots,
+    StateSlot,
+    UnknownStateError,
+)
 from hmt.models.fallback.sizes import ignored_names
 from hmt.models.fallback.whole_tree import Sight, WholeTree, open_gates
 
@@ -161,7 +167,7 @@ def _run(
         for layer in range(len(cache.layers)):
             new = cache.kept_rows(layer)
             if any(each.shape[2] != len(part) or len(each) != 1 for each in new):
-                raise NotImplementedError("rows that are not those of tokens")
+                raise UnknownStateError("rows that are not those of tokens")
             if new:
                 old = rows.get(layer, [each[:, :, :0] for each in new])
                 rows[layer] = tuple(torch.cat(pair, 2) for pair in zip(old, new, strict=True))

@@ -30,6 +30,14 @@ _BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAt
 Rows = tuple[Tensor, ...]  # keys and values [1, heads, tokens, dim], and an indexer's keys behind
 
 
+class UnknownStateError(Exception):
+    """A model keeps what HMT's caches cannot hold.
+
+    Only while it is tried, before anything is loaded: the model is refused then, with the module
+    that asked.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class RowSlot:
     """What a layer of the cache keeps per token.
@@ -305,7 +313,7 @@ class SequenceCache(DynamicCache):
         elif type(layer) in _ROWS:
             layer = PagedRows()
         elif type(layer) not in (LinearAttentionLayer, DummyLayer):
-            raise NotImplementedError(f"a {type(layer).__name__}")
+            raise UnknownStateError(f"a {type(layer).__name__}")
         if isinstance(layer, PagedRows):
             layer.bind(index, self)
         return layer

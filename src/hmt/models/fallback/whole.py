@@ -57,7 +57,7 @@ class _Answer(BaseModelOutputWithPast):  # type: ignore[misc]
     """A model's output, in which everything else is None."""
 
     def __getattr__(self, name: str) -> Any:
-        """None: nobody keeps it."""
+        """None for all that was not computed."""
         if name.startswith("__"):
             raise AttributeError(name)
         return None
