@@ -106,6 +106,8 @@ def _decode_steps(model: LoadedModel, batch: int, context: int, steps: int) -> H
     core: Any = model._core
     kv, teams = core.memory.kv, core.memory.on_device.weights.moe_backends
     captured = core.runner.executor.graphs
+    if captured is not None:
+        captured._runs_ahead = False  # tokens are not the likeliest ones
     total = context + steps + _WARM_STEPS + 1
     sequences = [kv.allocator.open(total) for _ in range(batch)]
     tokens = [17 + 13 * n for n in range(batch)]

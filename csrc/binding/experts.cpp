@@ -17,7 +17,7 @@ class OwnedService {
         service_(served(layers), static_cast<DType>(type), columns, hidden, top_k,
                  static_cast<Activation>(activation)) {}
 
-  const ExpertService& get() const { return service_; }
+  ExpertService& get() { return service_; }
 
  private:
   static std::vector<ServedLayer> served(nb::tuple layers) {
@@ -49,15 +49,13 @@ void bind_experts(nb::module_& m) {
       .def(nb::init<int64_t, nb::tuple>());
   nb::class_<OwnedService>(m, "ExpertService", "Experts for a device that asks; see service.h.")
       .def(nb::init<nb::tuple, int, size_t, size_t, size_t, int>())
-      .def("serve",
-           [](const OwnedService& service, uint32_t number, size_t tokens, size_t threads,
-              double patience_s) {
-             nb::gil_scoped_release unlocked;  // the service counts its time itself
-             const Served s = service.get().serve(number, tokens, threads, patience_s);
-             return std::make_tuple(s.complete, s.experts, s.waited_s, s.computed_s);
-           })
-      .def("release", [](const OwnedService& service, uint32_t number) {
-        service.get().release(number);
+      .def("begin",
+           [](OwnedService& service, uint32_t number, size_t tokens, size_t threads,
+              double patience_s) { service.get().begin(number, tokens, threads, patience_s); })
+      .def("end", [](OwnedService& service) {
+        nb::gil_scoped_release unlocked;  // the service counts its time itself
+        const Served s = service.get().end();
+        return std::make_tuple(s.complete, s.experts, s.waited_s, s.computed_s);
       });
   m.def("experts", [](nb::list items, Address chosen, Address scales, size_t top_k, Address x,
                       int type, size_t tokens, size_t columns, size_t stride, int activation,

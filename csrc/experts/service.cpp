@@ -2,14 +2,19 @@
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
+#include <stdexcept>
+#include <utility>
 
 #include "base/clock.h"
+#include "base/thread_pool.h"
 
 namespace hmt {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+
+// Workers stay awake between the layers of a step: waking them takes as long as a layer.
+constexpr int64_t kWatchMicroseconds = 5000;
 
 double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
@@ -53,19 +58,64 @@ ExpertService::ExpertService(std::vector<ServedLayer> layers, DType type, size_t
   }
 }
 
-Served ExpertService::serve(uint32_t number, size_t tokens, size_t threads,
-                            double patience_s) const {
+ExpertService::~ExpertService() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void ExpertService::begin(uint32_t number, size_t tokens, size_t threads, double patience_s) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  begun_.push_back({number, tokens, threads, patience_s});
+  if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+  changed_.notify_all();
+}
+
+Served ExpertService::end() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (begun_.empty() && served_.empty()) throw std::logic_error("no step was begun");
+  changed_.wait(lock, [this] { return !served_.empty(); });
+  const Served served = served_.front();
+  served_.pop_front();
+  if (served.failure) std::rethrow_exception(served.failure);
+  return served;
+}
+
+void ExpertService::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    changed_.wait(lock, [this] { return closed_ || !begun_.empty(); });
+    if (begun_.empty()) return;
+    const Step step = begun_.front();
+    lock.unlock();
+    Served served;
+    ThreadPool::watch_for(kWatchMicroseconds);
+    try {
+      served = serve(step);
+    } catch (...) {
+      served.failure = std::current_exception();
+    }
+    ThreadPool::watch_for(0);
+    if (!served.complete) release(step.number);
+    lock.lock();
+    begun_.pop_front();
+    served_.push_back(std::move(served));
+    changed_.notify_all();
+  }
+}
+
+Served ExpertService::serve(const Step& step) const {
   Served served;
   std::vector<Expert> wanted;
   for (const ServedLayer& layer : layers_) {
     const Clock::time_point begin = Clock::now();
-    if (!await(layer.mail.asked, number, patience_s)) {
-      release(number);
-      return served;
-    }
+    if (!await(layer.mail.asked, step.number, step.patience_s)) return served;
     const Clock::time_point asked = Clock::now();
-    served.experts += answer(layer, tokens, threads, wanted);
-    __atomic_store_n(layer.mail.answered, number, __ATOMIC_RELEASE);
+    served.experts += answer(layer, step.tokens, step.threads, wanted);
+    __atomic_store_n(layer.mail.answered, step.number, __ATOMIC_RELEASE);
     served.waited_s += std::chrono::duration<double>(asked - begin).count();
     served.computed_s += seconds_since(asked);
   }

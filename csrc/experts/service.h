@@ -5,7 +5,12 @@
 // step can be one launch.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 #include "experts/experts.h"
@@ -35,6 +40,7 @@ struct Served {
   size_t experts = 0;  // computed, each once per layer
   double waited_s = 0, computed_s = 0;
   bool complete = false;  // false where the device kept silent
+  std::exception_ptr failure;
 };
 
 class ExpertService {
@@ -42,14 +48,30 @@ class ExpertService {
   ExpertService(std::vector<ServedLayer> layers, DType type, size_t columns, size_t hidden,
                 size_t top_k, Activation activation);
 
-  // Answers all layers of step `number`, in their order.  Gives up, and answers everything with
-  // what is there, when a question does not come within `patience_s`.
-  Served serve(uint32_t number, size_t tokens, size_t threads, double patience_s) const;
+  // Waits for what was begun.
+  ~ExpertService();
 
-  // Let nobody wait for an answer to step `number`.
-  void release(uint32_t number) const;
+  // Begins to answer all layers of step `number`, in their order, on a thread of the service's own
+  // and behind the steps that were begun before: the caller prepares the next step meanwhile.
+  // Gives up, and answers everything with what is there, when a question does not come within
+  // `patience_s`.
+  void begin(uint32_t number, size_t tokens, size_t threads, double patience_s);
+
+  // Waits for the earliest step that was begun and not ended.  Throws std::logic_error where there
+  // is none, and what a kernel threw.
+  Served end();
 
  private:
+  struct Step {
+    uint32_t number;
+    size_t tokens, threads;
+    double patience_s;
+  };
+
+  void work();
+  Served serve(const Step& step) const;
+  // Lets nobody wait for an answer to step `number`.
+  void release(uint32_t number) const;
   size_t answer(const ServedLayer& layer, size_t tokens, size_t threads,
                 std::vector<Expert>& wanted) const;
 
@@ -57,6 +79,13 @@ class ExpertService {
   DType type_;
   size_t columns_, hidden_, top_k_;
   Activation activation_;
+
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  std::deque<Step> begun_;     // the first of them is being served
+  std::deque<Served> served_;  // and not ended
+  bool closed_ = false;
+  std::thread thread_;
 };
 
 }  // namespace hmt

@@ -67,6 +67,13 @@ class Boxes:
         self.service: Any = NATIVE.ExpertService(tuple(served), *sizes)  # type: ignore[union-attr]
 
 
+def serve(service: Any, *step: Any) -> tuple[bool, int, float, float]:
+    """Begin a step and end it."""
+    service.begin(*step)
+    ended: tuple[bool, int, float, float] = service.end()
+    return ended
+
+
 def beside(work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
@@ -109,7 +116,7 @@ def test_every_layer_is_answered_in_its_turn(tokens: int) -> None:
                     answers.append((boxes.total.clone(), wanted))
 
         thread = beside(device)
-        complete, experts, waited_s, computed_s = boxes.service.serve(step, tokens, 1, 60.0)
+        complete, experts, waited_s, computed_s = serve(boxes.service, step, tokens, 1, 60.0)
         thread.join()
         assert complete and experts == asked and waited_s > 0 and computed_s >= 0
         assert (boxes.flags[:, 1, 0] == step).all()
@@ -119,11 +126,53 @@ def test_every_layer_is_answered_in_its_turn(tokens: int) -> None:
 def test_nobody_waits_for_ever_where_a_device_falls_silent() -> None:
     boxes = Boxes([make_layer(seed) for seed in range(LAYERS)], 1)
     boxes.flags[:2, 0, 0] = 7  # two layers ask, and then nothing
-    complete, experts, _, _ = boxes.service.serve(7, 1, 1, 0.05)
+    complete, experts, _, _ = serve(boxes.service, 7, 1, 1, 0.05)
     assert not complete and experts == 0
     assert (boxes.flags[:, 1, 0] == 7).all(), "kernels that wait for later layers end"
-    boxes.service.release(8)
-    assert (boxes.flags[:, 1, 0] == 8).all()
+
+
+def test_steps_are_answered_in_the_order_in_which_they_were_begun() -> None:
+    layers = [make_layer(seed) for seed in range(LAYERS)]
+    boxes = Boxes(layers, 1)
+    x, scales = torch.ones(1, HIDDEN), torch.ones(1, TOP)
+    answers: dict[tuple[int, int], torch.Tensor] = {}
+
+    def device() -> None:
+        for step in (1, 2, 3):
+            for layer in range(LAYERS):
+                boxes.x.copy_(step * x)
+                boxes.chosen[layer], boxes.scales[layer] = torch.arange(TOP), scales
+                boxes.flags[layer, 0, 0] = step
+                while int(boxes.flags[layer, 1, 0]) != step:
+                    pass
+                answers[step, layer] = boxes.total.clone()
+
+    for step in (1, 2, 3):  # before anything was asked
+        boxes.service.begin(step, 1, 1, 60.0)
+    thread = beside(device)
+    for _ in range(3):
+        complete, experts, _, _ = boxes.service.end()
+        assert complete and experts == LAYERS * TOP
+    thread.join()
+    for (step, layer), answer in answers.items():
+        wanted = ops.experts(
+            step * x, layers[layer], torch.arange(TOP)[None], scales, "silu", last=False
+        )
+        assert torch.equal(answer, wanted), (step, layer)
+
+
+def test_a_step_that_was_not_begun_cannot_be_ended() -> None:
+    boxes = Boxes([make_layer(seed) for seed in range(LAYERS)], 1)
+    with pytest.raises(RuntimeError, match="no step was begun"):
+        boxes.service.end()
+    assert not serve(boxes.service, 1, 1, 1, 0.01)[0]
+
+
+def test_a_service_that_goes_answers_what_was_begun() -> None:
+    boxes = Boxes([make_layer(seed) for seed in range(LAYERS)], 1)
+    boxes.service.begin(5, 1, 1, 0.05)
+    del boxes.service
+    assert (boxes.flags[:, 1, 0] == 5).all()
 
 
 def codes_of(rows: int, columns: int, seed: int, activations: Activations) -> dict[str, Any]:
@@ -180,7 +229,7 @@ def test_an_expert_of_which_the_device_computes_a_part(activations, skipped) -> 
     boxes.cut[1] = torch.tensor([2, skipped], dtype=torch.int32)
     boxes.cut[0] = torch.tensor([2, skipped], dtype=torch.int32)  # and nothing is asked
     boxes.flags[:, 0, 0] = 1
-    complete, experts, _, _ = boxes.service.serve(1, 1, 2, 60.0)
+    complete, experts, _, _ = serve(boxes.service, 1, 1, 2, 60.0)
     assert complete and experts == 2
     given = [rests[EXPERTS + 2], whole[EXPERTS + 7]]
     wanted = ops.experts(x, given, chosen, scales, "silu", last=False)
@@ -211,7 +260,7 @@ def test_the_rest_of_an_expert_in_blocks(activations, down) -> None:
     boxes.cut[:] = torch.tensor([0, skipped], dtype=torch.int32)
     boxes.flags[0, 0] = 1
     service = boxes.service_of([native_expert(NATIVE, 0, whole)])
-    complete, experts, _, _ = service.serve(1, 1, 2, 60.0)
+    complete, experts, _, _ = serve(service, 1, 1, 2, 60.0)
     assert complete and experts == 1
     wanted = ops.experts(boxes.x, [(0, rest)], boxes.chosen, boxes.scales, "silu", last=False)
     assert wanted.isfinite().all() and wanted.norm() > 0

@@ -17,7 +17,7 @@ def run(planned: float, link: float, cpu: float, steps: int, tokens: int = 1) ->
         brought = float(share)
         uneven = torch.linspace(0.9, 1.1, LAYERS)
         notes.copy_(((1 - brought) / cpu * uneven < brought / link).to(torch.int32))
-    tuned.begin(tokens)
+        tuned.learn()
     return tuned
 
 
@@ -40,7 +40,9 @@ def test_steps_of_other_sizes_keep_their_own() -> None:
     for _ in range(10):
         tuned.begin(1)
         notes.fill_(1)  # the CPU is always first
+        tuned.learn()
         tuned.begin(16)
+        tuned.learn()
         assert share.item() == pytest.approx(0.4), "no notes were left"
     assert tuned.learned(1) < 0.3
     assert tuned.learned(16) == tuned.learned(99) == pytest.approx(0.4)

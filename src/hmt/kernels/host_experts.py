@@ -17,7 +17,6 @@ from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.experts import native_expert
-from hmt.kernels.cpu.threads import awake_workers
 from hmt.kernels.link_share import LinkShare
 from hmt.kernels.reference import Cuts, Expert, ExpertShares, ExpertSlots
 
@@ -201,8 +200,10 @@ class HostExpertTimes:
 class HostExpertChannel:
     """Where a device asks the CPU for experts, layer by layer, and no call is made for it.
 
-    While it is open, backends ask here; else they call the host.  Between `begin` and the end of
-    `serve` a step's kernels may wait for answers, so nothing else may be waited for.
+    While it is open, backends ask here; else they call the host.  Answers to a step that was begun
+    come from a thread of the extension, so that Python can prepare the next step meanwhile.
+
+    pending   steps whose answers were begun, and not ended
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class HostExpertChannel:
         See `make_channel`.
         """
         self.is_open = False
+        self.pending = 0
         self._backend = backend_on(where)
         self.tokens = tokens
         self._native, self._experts, self._dtype = native, experts, dtype
@@ -291,6 +293,11 @@ class HostExpertChannel:
         """What was noted while a step's answers were taken comes to host memory, on the queue."""
         self._notes.copy_(self._noted, non_blocking=True)
 
+    def learn(self) -> None:
+        """Learn from the notes of the last step that is complete, if nothing was learned since."""
+        if self.link_share is not None:
+            self.link_share.learn()
+
     def begin(self, tokens: int) -> None:
         """A step of `tokens` tokens comes next on the device's queue that asks here."""
         if self.link_share is not None:
@@ -298,16 +305,21 @@ class HostExpertChannel:
         self._step = self._step % 0x7FFFFFFF + 1
         self._number.fill_(self._step)
 
-    def serve(self, tokens: int) -> HostExpertTimes:
-        """Answer all questions of a step of `tokens` tokens.  RuntimeError where none come."""
-        try:
-            with awake_workers():
-                complete, experts, waited_s, computed_s = self._service.serve(
-                    self._step, tokens, torch.get_num_threads(), _PATIENCE_S
-                )
-        except BaseException:
-            self._service.release(self._step)
-            raise
+    def serve(self, tokens: int) -> None:
+        """Begin to answer the step of `tokens` tokens that was put on the queue last.
+
+        Behind the steps that were begun before; each is to be ended with `end`.
+        """
+        self._service.begin(self._step, tokens, torch.get_num_threads(), _PATIENCE_S)
+        self.pending += 1
+
+    def end(self) -> HostExpertTimes:
+        """Wait for all answers to the first step that was not ended.
+
+        Raises RuntimeError where the device asked nothing.
+        """
+        self.pending -= 1
+        complete, experts, waited_s, computed_s = self._service.end()
         if not complete:
             raise RuntimeError(f"the device was silent for {_PATIENCE_S:.0f} s")
         return HostExpertTimes(experts, waited_s, computed_s)

@@ -30,20 +30,19 @@ class LinkShare:
         self._tokens = 0
 
     def begin(self, tokens: int) -> None:
-        """A step of `tokens` tokens comes next on the device's queue, and the last has ended."""
-        self._learn()
+        """A step of `tokens` tokens comes next on the device's queue."""
         self._tokens = tokens
         wanted = self._learned.setdefault(tokens, self._planned)
         if wanted != self._set:
             self._share.fill_(wanted)
             self._set = wanted
-        self._notes.fill_(-1)
 
     def learned(self, tokens: int) -> float:
         """The share for steps of `tokens` tokens."""
         return self._learned.get(tokens, self._planned)
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
+        """Move the share by the notes of a step that has ended, of as many tokens as the last."""
         noted = self._notes[self._notes >= 0]
         if not self._tokens or not len(noted):
             return
@@ -52,3 +51,4 @@ class LinkShare:
         self._learned[self._tokens] = min(
             max(found, _LEAST * self._planned), _MOST * self._planned, 1.0
         )
+        self._notes.fill_(-1)
