@@ -28,6 +28,7 @@ from hmt.memory.numa import Binding, node_distances, numa_nodes
 from hmt.memory.process_memory import (
     available_host_bytes,
     cgroup_limit_bytes,
+    keep_freed_activations,
     limit_malloc_arenas,
     peak_resident_bytes,
     physical_host_bytes,

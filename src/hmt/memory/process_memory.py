@@ -6,7 +6,12 @@ from pathlib import Path
 
 import psutil
 
-_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
+# Options of mallopt(3), as malloc.h numbers them.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+_LEAST_THRESHOLD = 128 << 10  # glibc begins with it
+_MOST_MMAP_THRESHOLD = 32 << 20  # and refuses more
+
+_kept_bytes = 0  # of `keep_freed_activations`
 
 
 def available_host_bytes() -> int:
@@ -51,6 +56,27 @@ def limit_malloc_arenas() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 2)
+
+
+def keep_freed_activations(nbytes: int) -> None:
+    """Let the heap keep up to `nbytes` that were freed, and take activations from it.
+
+    glibc returns large tensors to the kernel as soon as they are freed, and the kernel clears every
+    page that is touched anew.  Where 16 threads write one matrix, each of them faults on most of
+    its pages: a prompt of 512 tokens of a 1.1B model took 370,000 faults and 600 ms; with memory
+    that stays, 2,500 faults and 300 ms.
+
+    For the whole process, which keeps the most that was asked for.
+    """
+    global _kept_bytes
+    if nbytes <= _kept_bytes:
+        return
+    _kept_bytes = nbytes
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        # Setting either ends glibc's own adjustment of both.
+        libc.mallopt(_MMAP_THRESHOLD, min(max(nbytes, _LEAST_THRESHOLD), _MOST_MMAP_THRESHOLD))
+        libc.mallopt(_TRIM_THRESHOLD, min(max(nbytes, _LEAST_THRESHOLD), (1 << 31) - 1))
 
 
 def resident_bytes() -> int:

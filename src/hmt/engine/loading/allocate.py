@@ -18,7 +18,7 @@ from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prefix_cache import open_prefixes
 from hmt.engine.loading.prepare import Prepared
 from hmt.hardware.machine import remembered
-from hmt.memory import Account, HostPool, Ledger
+from hmt.memory import Account, HostPool, Ledger, keep_freed_activations
 from hmt.memory.device import Device
 from hmt.weights import WeightStore, open_policy
 
@@ -49,6 +49,7 @@ def allocate(
         activations = accounts["activations"]
         activations.charge(activations.limit_bytes)
         stack.callback(activations.release, activations.limit_bytes)
+        keep_freed_activations(activations.limit_bytes)
         pools = _pools(accounts, prepared)
         for pool in pools.values():
             stack.callback(pool.close)
