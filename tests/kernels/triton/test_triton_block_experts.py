@@ -128,8 +128,8 @@ def test_experts_of_one_block_of_memory_each(device, monkeypatch):
 CUT_WIDTH = 768  # three blocks of 256
 
 
-# Behind the smaller and the larger part there are zeros, or scales that are NaN: each kind of blocks
-# meets both, and each part does.
+# Behind the smaller and the larger part: zeros, or scales that are NaN.  Each kind of blocks meets
+# both, and so does each part.
 @pytest.mark.parametrize(
     ("down", "stale"),
     [
