@@ -4,6 +4,7 @@ Triton's kernels run on the GPU where there is one, and in Triton's interpreter 
 to be said before anything imports triton, and transformers does.
 """
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -39,6 +40,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU: see scripts/gpu-check"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: Python need not go through it again, which takes 0.3 s each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Or the extension would call leaks what Python does not take down."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -75,8 +75,7 @@ def write_random_gguf(
     pattern = cache(partial(_pattern, gguf))
     for tensor in tensors:
         deviation = _EMBEDDINGS if tensor.name == "token_embd.weight" else _DEVIATION
-        whole = _begun_elsewhere(pattern(tensor.kind, deviation), tensor)
-        numbers = np.resize(whole, tensor.nbytes)
+        numbers = _begun_elsewhere(pattern(tensor.kind, deviation), tensor)
         if tensor.name.endswith(".ssm_a"):  # -exp of what decays
             numbers = (-numbers.view(np.float32)).view(np.uint8)
         elif tensor.name.endswith(".ffn_gate_inp.weight"):
@@ -91,8 +90,10 @@ def write_random_gguf(
 def _begun_elsewhere(pattern: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, Any]:
     """The pattern from a block on that follows from the name, so that layers' routers differ."""
     size = block_of(tensor.kind)[1]
-    begin = crc32(tensor.name.encode()) % (len(pattern) // size)
-    return np.concatenate((pattern[begin * size :], pattern[: begin * size]))
+    begin = crc32(tensor.name.encode()) % (len(pattern) // size) * size
+    if begin + tensor.nbytes <= len(pattern):
+        return pattern[begin : begin + tensor.nbytes]
+    return np.resize(np.concatenate((pattern[begin:], pattern[:begin])), tensor.nbytes)
 
 
 def _checkpoint(shape: Shape, config: dict[str, Any]) -> Checkpoint:

@@ -85,7 +85,7 @@ bool reads_far_ahead() {
 }
 
 bool runs(Isa isa) {
-#ifdef HMT_FEW_ISAS
+#ifdef HMT_SANITIZED
   if (isa == Isa::kAvx2 || isa == Isa::kAvx512) return false;
 #endif
   static const std::array<bool, kIsas> found = [] {

@@ -49,7 +49,7 @@ using Tables = std::array<const Table*, kIsas>;
 template <typename Table>
 const Table& active(Tables<Table> tables) {
   auto level = static_cast<std::size_t>(isa());
-#ifdef HMT_FEW_ISAS
+#ifdef HMT_SANITIZED
   while (tables[level] == nullptr) --level;
 #endif
   return *tables[level];
@@ -57,7 +57,7 @@ const Table& active(Tables<Table> tables) {
 
 }  // namespace hmt
 
-#if defined(HMT_X86) && defined(HMT_FEW_ISAS)
+#if defined(HMT_X86) && defined(HMT_SANITIZED)
 // Builds with sanitizers leave out what is nearly the same code: they would take three times as long.
 // Of AMX they have the tables whose kernels use tiles; other kernels of that level are the level's
 // below.

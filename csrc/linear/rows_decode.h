@@ -6,7 +6,7 @@
 
 // In front of a loop of a few rounds over registers.  Where there are none, unrolling only makes
 // sanitized builds take minutes.
-#if !defined(HMT_AVX2)
+#if !defined(HMT_AVX2) || defined(HMT_SANITIZED)
 #define HMT_UNROLL
 #elif defined(__clang__)
 #define HMT_UNROLL _Pragma("unroll")

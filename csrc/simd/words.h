@@ -7,7 +7,7 @@
 namespace hmt::HMT_ISA {
 
 // Loops whose arrays are registers; not where they are memory.
-#if defined(HMT_AVX2)
+#if defined(HMT_AVX2) && !defined(HMT_SANITIZED)
 #define HMT_PRAGMA(text) _Pragma(#text)
 #define HMT_UNROLL(n) HMT_PRAGMA(GCC unroll n)
 #else

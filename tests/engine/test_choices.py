@@ -1,10 +1,12 @@
 """Several answers to one prompt: what separate requests answer, with the prompt computed once."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from alone import Alone
 from reference import MINI_DENSE, MINI_MOE
 
 import hmt
@@ -32,6 +34,19 @@ def request(tokens: int, seed: int | None = 7, new: int = 12) -> hmt.Request:
     return hmt.Request(ids, new, sampling=sampling, ignore_eos=True)
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[dict[Any, Alone]]:
+    """By model."""
+    with (
+        hmt.Engine(**WAYS["near"], **OPTIONS) as dense,
+        hmt.Engine(**WAYS["near"], **OPTIONS) as moe,
+    ):
+        yield {
+            MINI_DENSE: Alone(dense.load_model(MINI_DENSE)),
+            MINI_MOE: Alone(moe.load_model(MINI_MOE)),
+        }
+
+
 def is_free(model: LoadedModel) -> bool:
     kv = model._core.memory.kv
     return model._loop.call(lambda: kv.allocator.free_tokens) == kv.allocator.capacity_tokens
@@ -39,12 +54,16 @@ def is_free(model: LoadedModel) -> bool:
 
 @pytest.mark.parametrize("path", [MINI_DENSE, MINI_MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("way", WAYS)
-def test_answers_are_those_of_separate_requests(way: str, path: Any) -> None:
+def test_answers_are_those_of_separate_requests(
+    way: str, path: Any, alone: dict[Any, Alone]
+) -> None:
     with hmt.Engine(**WAYS[way], **OPTIONS) as engine:
         model = engine.load_model(path)
         assert isinstance(model._core.memory.kv, SplitKVCache) == (way == "both")
         for tokens in (151, 160):  # 16 tokens are a page
-            apart = [model.infer(request(tokens, seed)).token_ids for seed in (7, 8, 9)]
+            apart = [alone[path](request(tokens, seed)) for seed in (7, 8, 9)]
+            if "prefix_cache" in WAYS[way]:
+                assert model.infer(request(tokens)).token_ids == apart[0]
             before = model.summary().prompt.tokens
             found = model.infer_choices(request(tokens), 3)
             assert [one.token_ids for one in found] == apart
@@ -61,11 +80,13 @@ def test_answers_are_those_of_separate_requests(way: str, path: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"context": 2048, "max_batch": 2}, {"context": 256}, {"context": 320}], ids=str
 )
-def test_answers_that_find_no_room_begin_with_the_prompt_later(options: dict[str, Any]) -> None:
+def test_answers_that_find_no_room_begin_with_the_prompt_later(
+    options: dict[str, Any], alone: dict[Any, Alone]
+) -> None:
     """256 positions hold one text of 163, 320 also what a second does not share."""
     with hmt.Engine(**OPTIONS | options) as engine:
         model = engine.load_model(MINI_DENSE)
-        apart = [model.infer(request(151, seed)).token_ids for seed in range(7, 12)]
+        apart = [alone[MINI_DENSE](request(151, seed)) for seed in range(7, 12)]
         before = model.summary().prompt.tokens
         assert [one.token_ids for one in model.infer_choices(request(151), 5)] == apart
         assert model.summary().prompt.tokens - before == 151
@@ -74,12 +95,16 @@ def test_answers_that_find_no_room_begin_with_the_prompt_later(options: dict[str
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_however_many_answers_the_prompt_is_computed_once(way: str, batch: int) -> None:
+def test_however_many_answers_the_prompt_is_computed_once(
+    way: str, batch: int, alone: dict[Any, Alone]
+) -> None:
     """Of which more wait than run; lengths differ, so that their places are free at odd times."""
     with hmt.Engine(**WAYS[way], **OPTIONS | {"max_batch": batch}) as engine:
         model = engine.load_model(MINI_DENSE)
         for tokens, new in ((151, 12), (160, 3), (200, 20)):
-            apart = [model.infer(request(tokens, seed, new)).token_ids for seed in range(7, 12)]
+            apart = [alone[MINI_DENSE](request(tokens, seed, new)) for seed in range(7, 12)]
+            if "prefix_cache" in WAYS[way]:
+                assert model.infer(request(tokens, new=new)).token_ids == apart[0]
             before = model.summary().prompt.tokens
             answers = model.infer_choices(request(tokens, new=new), 5)
             assert [one.token_ids for one in answers] == apart
@@ -91,11 +116,11 @@ def test_however_many_answers_the_prompt_is_computed_once(way: str, batch: int) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_any_of_many_answers_can_end_early(way: str) -> None:
+def test_any_of_many_answers_can_end_early(way: str, alone: dict[Any, Alone]) -> None:
     """Cancelled before, while, or after it holds the prompt for others."""
     with hmt.Engine(**WAYS[way], **OPTIONS | {"max_batch": 2}) as engine:
         model = engine.load_model(MINI_DENSE)
-        apart = [model.infer(request(151, seed)).token_ids for seed in range(7, 13)]
+        apart = [alone[MINI_DENSE](request(151, seed)) for seed in range(7, 13)]
         for seed in range(6):
             rng = random.Random(seed)
             gone = rng.sample(range(6), rng.randrange(1, 5))

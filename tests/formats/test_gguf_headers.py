@@ -220,6 +220,14 @@ def test_a_file_without_tensors_is_no_model(tmp_path: Path, words: int) -> None:
         open_checkpoint(path)
 
 
+def test_layers_that_a_file_only_speaks_of_take_no_time(tmp_path: Path) -> None:
+    """What is to be done follows from its tensors."""
+    many = replaced("llama.block_count", (1 << 31) - 1, gguf.GGUFValueType.UINT32)
+    checkpoint = open_checkpoint(write(tmp_path / "m.gguf", many))
+    assert checkpoint.config["num_hidden_layers"] == (1 << 31) - 1
+    assert len(checkpoint.records) == 4
+
+
 def test_20000_mutations_are_read_or_refused(tmp_path: Path) -> None:
     """Bytes flipped, cut off, repeated and inserted: each is a model or a CheckpointError."""
     path = write(tmp_path / "m.gguf")

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from plain_memory import published, random_reference
+from plain_memory import published, put_tokenizer, random_reference
 from random_configs import cases
 from transformers import PreTrainedModel
 
@@ -25,7 +25,10 @@ def publish(
     case.config.vocab_size = vocabulary or case.config.vocab_size
     reference = random_reference(case.config, case.seed)
     published(reference, folder)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    if vocabulary is None:
+        put_tokenizer(folder)
+    else:
+        shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
     return reference
 
 

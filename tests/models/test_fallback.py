@@ -1,15 +1,13 @@
 """Models that HMT has no file for, through transformers' modules: equal to plain transformers."""
 
 import random
-import shutil
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain_memory import Bench, ResidentWeights, published, random_reference
+from plain_memory import Bench, ResidentWeights, published, put_tokenizer, random_reference
 from transformers import CONFIG_MAPPING
 
 import hmt
@@ -178,7 +176,7 @@ def publish(kind: str, folder: Path) -> Any:
     """A random model, written to `folder` with a tokenizer."""
     reference = random_reference(config_of(kind), seed=len(kind))
     published(reference, folder)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    put_tokenizer(folder)
     return reference
 
 

@@ -1,15 +1,13 @@
 """Gemma 4: tables of which a token reads rows for all layers, and layers that use others' keys."""
 
 import random
-import shutil
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain_memory import bench_of, published, random_reference
+from plain_memory import bench_of, published, put_tokenizer, random_reference
 from random_configs import Case, cases
 
 import hmt
@@ -43,7 +41,7 @@ def one_thread() -> Iterator[None]:
 def written(case: Case, folder: Path) -> list[int]:
     """Tokens for a checkpoint that is written to `folder`."""
     published(random_reference(case.config, case.seed), folder)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    put_tokenizer(folder)
     rng = random.Random(case.seed)
     return [rng.randrange(case.config.vocab_size) for _ in range(40)]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import Alone
 from hybrid_models import drawn, ids, publish
 from transformers import PreTrainedModel
 
@@ -46,6 +47,12 @@ def made(
 ) -> Iterator[tuple[Path, PreTrainedModel]]:
     folder = tmp_path_factory.mktemp(request.param)
     yield folder, publish(request.param, folder, POSITIONS)
+
+
+@pytest.fixture(scope="module")
+def alone(made: tuple[Path, PreTrainedModel]) -> Iterator[Alone]:
+    with hmt.Engine(**OPTIONS, context=POSITIONS, max_batch=1) as engine:
+        yield Alone(engine.load_model(made[0]))
 
 
 def is_free(model: LoadedModel) -> bool:
@@ -92,15 +99,16 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_choices_share_a_prompt(
-    way: str, made: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    way: str,
+    made: tuple[Path, PreTrainedModel],
+    alone: Alone,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     folder, _ = made
     options = OPTIONS | {"context": 2 * POSITIONS, "max_batch": 4} | WAYS[way]
     prompt = ids(151, 5)
-    with hmt.Engine(**OPTIONS, context=POSITIONS, max_batch=1) as engine:
-        model = engine.load_model(folder)
-        apart = [model.infer(drawn(prompt, seed)).token_ids for seed in range(7, 12)]
+    apart = [alone(drawn(prompt, seed)) for seed in range(7, 12)]
     if way == "both":
         options["gpu_memory"] = least_gpu_memory(folder, options)
     with hmt.Engine(**options) as engine:
@@ -126,15 +134,17 @@ def least_gpu_memory(folder: Path, options: dict[str, Any]) -> int:
     raise AssertionError("no budget of the device is between all and nothing")
 
 
-def test_sequences_that_give_way_are_computed_again(made: tuple[Path, PreTrainedModel]) -> None:
+def test_sequences_that_give_way_are_computed_again(
+    made: tuple[Path, PreTrainedModel], alone: Alone
+) -> None:
     folder, _ = made
     requests = [drawn(ids(60, seed), seed, 100, stop=NEVER, priority=seed % 2) for seed in range(4)]
     with hmt.Engine(**OPTIONS, context=POSITIONS, max_batch=3) as engine:
         model = engine.load_model(folder)
-        alone = [model.infer(request).token_ids for request in requests]
         for _ in range(8):  # as after answers of one token
             model._core.scheduler._forecast.note("", 1, whole=True)
-        assert [answer.token_ids for answer in model.infer_batch(requests)] == alone
+        answers = [answer.token_ids for answer in model.infer_batch(requests)]
+        assert answers == list(map(alone, requests))
         load = model._core.scheduler.load
         assert load.dropped and not load.parked, "all began although not all fit"
         assert is_free(model)
@@ -172,44 +182,42 @@ def computed_tokens(model: LoadedModel) -> int:
 
 @pytest.mark.parametrize("way", ["near", "levels", "gpu", "prefixes"])
 def test_who_was_sent_back_goes_on_where_it_was(
-    way: str, made: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    way: str,
+    made: tuple[Path, PreTrainedModel],
+    alone: Alone,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With nothing computed again: its state and pages have stayed."""
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     folder, _ = made
     requests = drawn(ids(41, 1), 1, 30), drawn(ids(52, 2), 2, 9, priority=1)
     options = OPTIONS | {"context": POSITIONS, "max_batch": 1}
-    with hmt.Engine(**options) as engine:
-        model = engine.load_model(folder)
-        alone = [model.infer(request).token_ids for request in requests]
-        wanted = computed_tokens(model)
+    answers = list(map(alone, requests))
     options |= {"prefix_cache": True} if way == "prefixes" else WAYS[way]
     with hmt.Engine(**options) as engine:
         model = engine.load_model(folder)
-        assert Second(model, requests[1]).run(requests[0]) == alone
+        assert Second(model, requests[1]).run(requests[0]) == answers
         assert is_free(model)
         load = model._core.scheduler.load
         assert load.parked == 1 and not load.dropped
-        assert computed_tokens(model) == wanted
+        assert computed_tokens(model) == 41 + 29 + 52 + 8
 
 
 @pytest.mark.parametrize("made", ["qwen3_next-0", "mamba2-1"], indirect=True)
 def test_who_gives_its_pages_up_has_them_on_the_disk(
-    made: tuple[Path, PreTrainedModel], tmp_path: Path
+    made: tuple[Path, PreTrainedModel], alone: Alone, tmp_path: Path
 ) -> None:
     """No more than a page and the last token are computed again each time."""
     folder, _ = made
     requests = [drawn(ids(60, seed), seed, 100, stop=NEVER, priority=seed % 2) for seed in range(6)]
     options = OPTIONS | {"context": POSITIONS, "max_batch": 5, "host_memory": "160MiB"}
-    with hmt.Engine(**options) as engine:
-        model = engine.load_model(folder)
-        alone = [model.infer(request).token_ids for request in requests]
-        wanted = computed_tokens(model)
+    wanted = sum(60 + len(alone(request)) - 1 for request in requests)
     with hmt.Engine(**options, prefix_cache_dir=str(tmp_path)) as engine:
         model = engine.load_model(folder)
         for _ in range(8):
             model._core.scheduler._forecast.note("", 1, whole=True)
-        assert [answer.token_ids for answer in model.infer_batch(requests)] == alone
+        answers = [answer.token_ids for answer in model.infer_batch(requests)]
+        assert answers == list(map(alone, requests))
         load = model._core.scheduler.load
         assert load.dropped
         assert computed_tokens(model) <= wanted + load.dropped * 17
@@ -272,19 +280,19 @@ def check_checkpoints(model: LoadedModel) -> int:
 
 @pytest.mark.parametrize("way", [{}, {"kv_gpu_memory": "1MiB"}], ids=["near", "levels"])
 def test_a_conversation_computes_what_is_new(
-    made: tuple[Path, PreTrainedModel], way: dict[str, Any]
+    made: tuple[Path, PreTrainedModel], alone: Alone, way: dict[str, Any]
 ) -> None:
     """Each turn goes on from where the last answer ended; an edited one from before the edit."""
     folder, _ = made
     options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
-    with hmt.Engine(**options) as plain, hmt.Engine(**options, prefix_cache=True, **way) as engine:
-        alone, model = plain.load_model(folder), engine.load_model(folder)
+    with hmt.Engine(**options, prefix_cache=True, **way) as engine:
+        model = engine.load_model(folder)
         tokens, before = ids(70, 1), 0
         turns = [tokens]
         for turn in range(5):
             request = drawn(tokens, turn, 20)
             answer = model.infer(request)
-            assert answer.token_ids == alone.infer(request).token_ids
+            assert answer.token_ids == alone(request)
             computed = model.summary().prompt.tokens - before
             before += computed
             assert computed <= (70 if not turn else 25 + 16), (
@@ -294,13 +302,15 @@ def test_a_conversation_computes_what_is_new(
             turns.append(tokens)
         # The fourth message is another: all before it is there, but for less than a page.
         edited = [*turns[2], *ids(40, 99)]
-        assert model.infer(drawn(edited, 7)).token_ids == alone.infer(drawn(edited, 7)).token_ids
+        assert model.infer(drawn(edited, 7)).token_ids == alone(drawn(edited, 7))
         computed = model.summary().prompt.tokens - before
         assert computed <= 40 + 25 + 16
         assert check_checkpoints(model) > 3
 
 
-def test_checkpoints_give_way_and_answers_stay(made: tuple[Path, PreTrainedModel]) -> None:
+def test_checkpoints_give_way_and_answers_stay(
+    made: tuple[Path, PreTrainedModel], alone: Alone
+) -> None:
     """More beginnings than there is room for, with sequences that are sent back."""
     folder, _ = made
     rng = random.Random(5)
@@ -310,15 +320,13 @@ def test_checkpoints_give_way_and_answers_stay(made: tuple[Path, PreTrainedModel
         for n in range(14)
     ]
     options = OPTIONS | {"max_batch": 3}
-    with hmt.Engine(**options, context=2 * POSITIONS) as engine:
-        model = engine.load_model(folder)
-        alone = [model.infer(request).token_ids for request in requests]
+    wanted = list(map(alone, requests))
     with hmt.Engine(**options, context=POSITIONS, prefix_cache=True) as engine:
         model = engine.load_model(folder)
         for _ in range(8):
             model._core.scheduler._forecast.note("", 1, whole=True)
         for _ in range(2):
-            assert [answer.token_ids for answer in model.infer_batch(requests)] == alone
+            assert [answer.token_ids for answer in model.infer_batch(requests)] == wanted
             check_checkpoints(model)
         tree = model._core.memory.prefixes.tree
         assert tree.counters.hits and tree.counters.evicted
@@ -338,6 +346,7 @@ def test_a_conversation_goes_on_after_a_restart(
     piece: int,
     way: dict[str, Any],
     made: tuple[Path, PreTrainedModel],
+    alone: Alone,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -348,8 +357,7 @@ def test_a_conversation_goes_on_after_a_restart(
     kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | way
     tokens = ids(70, 1)
     for turn in range(5):
-        with hmt.Engine(**options) as plain:
-            wanted = plain.load_model(folder).infer(drawn(tokens, turn, 20)).token_ids
+        wanted = alone(drawn(tokens, turn, 20))
         if turn >= 3:
             damage(tmp_path, turn - 3)
         with hmt.Engine(**kept) as engine:
@@ -365,7 +373,7 @@ def test_a_conversation_goes_on_after_a_restart(
 
 @pytest.mark.parametrize("way", [{}, {"kv_gpu_memory": "1MiB"}], ids=["near", "levels"])
 def test_a_state_is_read_from_the_disk_once(
-    way: dict[str, Any], made: tuple[Path, PreTrainedModel], tmp_path: Path
+    way: dict[str, Any], made: tuple[Path, PreTrainedModel], alone: Alone, tmp_path: Path
 ) -> None:
     """The next prompt with the same beginning has it in memory, pages and state."""
     folder, _ = made
@@ -373,9 +381,7 @@ def test_a_state_is_read_from_the_disk_once(
     kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | way
     head = ids(70, 1)
     requests = [drawn([*head, *ids(9, n)], n, 20) for n in range(4)]
-    with hmt.Engine(**options) as plain:
-        model = plain.load_model(folder)
-        wanted = [model.infer(request).token_ids for request in requests]
+    wanted = list(map(alone, requests))
     with hmt.Engine(**kept) as engine:
         engine.load_model(folder).infer(drawn(head, 0, 1))
     read = []
@@ -405,14 +411,15 @@ def damage(folder: Path, which: int) -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "prefixes"])
 def test_a_step_that_failed_is_not_gone_on_from(
-    shared: bool, made: tuple[Path, PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+    shared: bool,
+    made: tuple[Path, PreTrainedModel],
+    alone: Alone,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Layers before the one that failed have advanced their state: no request may use it."""
     folder, _ = made
     options = OPTIONS | {"context": 2 * POSITIONS, "max_batch": 3}
-    with hmt.Engine(**options) as engine:
-        model = engine.load_model(folder)
-        alone = [model.infer(drawn(ids(40, seed), seed)).token_ids for seed in range(3)]
+    wanted = [alone(drawn(ids(40, seed), seed)) for seed in range(3)]
     with hmt.Engine(**options, prefix_cache=shared) as engine:
         model = engine.load_model(folder)
         computed, layer = 0, type(model.prepared.model).layer
@@ -432,4 +439,4 @@ def test_a_step_that_failed_is_not_gone_on_from(
                 model.infer(drawn(ids(40, 0), 0))
         failing = set()
         requests = [drawn(ids(40, seed), seed) for seed in range(3)]
-        assert [answer.token_ids for answer in model.infer_batch(requests)] == alone
+        assert [answer.token_ids for answer in model.infer_batch(requests)] == wanted

@@ -6,14 +6,12 @@ chunks, token by token and beside each other.
 
 import copy
 import random
-import shutil
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain_memory import bench_of, published, random_reference
+from plain_memory import bench_of, published, put_tokenizer, random_reference
 from random_configs import families, first_fields
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -232,7 +230,7 @@ def test_old_spellings_are_the_same_model(rope: dict[str, Any], tmp_path: Path) 
 
 def publish(reference: Any, folder: Path) -> None:
     published(reference, folder)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    put_tokenizer(folder)
 
 
 def greedy(reference: PreTrainedModel, prompt: list[int], count: int, *, cached: bool) -> list[int]:

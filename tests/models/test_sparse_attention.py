@@ -1,15 +1,13 @@
 """Families whose tokens attend to what an indexer selects: ties, what is read, and what is said."""
 
 import random
-import shutil
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain_memory import Bench, PlainKV, bench_of, published, random_reference
+from plain_memory import Bench, PlainKV, bench_of, published, put_tokenizer, random_reference
 from random_configs import Case, cases
 
 import hmt
@@ -122,7 +120,7 @@ def engine_logits(folder: Path, tokens: list[int], **options: Any) -> tuple[torc
 
 def written(case: Case, folder: Path) -> list[int]:
     published(random_reference(case.config, case.seed), folder)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    put_tokenizer(folder)
     rng = random.Random(case.seed)
     return [rng.randrange(case.config.vocab_size) for _ in range(60)]
 

@@ -1,13 +1,11 @@
 """Every family from published files through the engine, in the least memory that works."""
 
 import random
-import shutil
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 import torch
-from plain_memory import published, random_reference
+from plain_memory import published, put_tokenizer, random_reference
 from random_configs import PROMPT_TOKENS, Case, cases
 
 import hmt
@@ -30,7 +28,7 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
 ) -> None:
     reference = random_reference(case.config, case.seed)
     published(reference, tmp_path)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    put_tokenizer(tmp_path)
     rng = random.Random(case.seed)
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(PROMPT_TOKENS + 11)]
     with torch.inference_mode():
@@ -73,7 +71,7 @@ def test_captured_steps_turn_each_run_by_its_own_length(
     [case] = (case for case in cases() if case.name == name)
     case.config.max_position_embeddings = 256
     published(random_reference(case.config, case.seed), tmp_path)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    put_tokenizer(tmp_path)
     rng = random.Random(case.seed)
     prompts = [[rng.randrange(case.config.vocab_size) for _ in range(20)] for _ in range(4)]
     lengths = (8, 90, 12, 110)  # phi3-1 has other frequencies from 64 positions on

@@ -1,15 +1,13 @@
 """Every family with its keys and values at several levels: the same logits as at one."""
 
 import random
-import shutil
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from plain_memory import published, random_reference
+from plain_memory import published, put_tokenizer, random_reference
 from random_configs import Case, cases
 
 import hmt
@@ -45,7 +43,7 @@ def check(
     tried   numbers of the ways to have levels: host memory, a disk, or both
     """
     published(random_reference(longer(case).config, case.seed), folder)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    put_tokenizer(folder)
     rng = random.Random(case.seed)
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(POSITIONS)]
     rows, prefill = range(POSITIONS - 40, POSITIONS), POSITIONS - 20
@@ -117,7 +115,7 @@ def check_chosen(name: str, folder: Path, **where: Any) -> None:
     """Logits of tokens that choose pages: captured steps give what others give."""
     [case] = (case for case in cases() if case.name == name)
     published(random_reference(longer(case).config, case.seed), folder)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), folder)
+    put_tokenizer(folder)
     rng = random.Random(case.seed)
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(POSITIONS)]
     options: dict[str, Any] = OPTIONS | {"context": POSITIONS, "dtype": "float32"} | where
@@ -158,7 +156,7 @@ def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> 
     """By itself: the plan with all positions in all layers would stream more, or not fit at all."""
     [case] = (case for case in cases() if case.name == name)
     published(random_reference(longer(case).config, case.seed), tmp_path)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    put_tokenizer(tmp_path)
     rng = random.Random(case.seed)
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(POSITIONS)]
     rows, prefill = range(POSITIONS - 60, POSITIONS), POSITIONS - 30
@@ -188,7 +186,7 @@ def test_choices_share_a_prompt_that_windows_forget(batch: int, tmp_path: Path) 
     """More of them than run at once: one that waits keeps a copy, as long as there are others."""
     [case] = (case for case in cases() if case.name == "gemma3_text-0")
     published(random_reference(longer(case).config, case.seed), tmp_path)
-    shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
+    put_tokenizer(tmp_path)
     rng = random.Random(case.seed)
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(151)]
     options = OPTIONS | {"context": POSITIONS, "dtype": "float32", "kv_gpu_memory": "1MiB"}

@@ -35,8 +35,9 @@ class Engine:
         """
         self.config = EngineConfig.resolve(**options)
         self._devices = open_devices(self.config)
-        self._binding, self._elsewhere = Binding(), bytes_by_node()
+        self._binding, self._elsewhere = Binding(), dict[int, int]()
         if self.config.numa is not None:
+            self._elsewhere = bytes_by_node()
             address = self._devices[0].pci if self._devices else ""
             budget = self.config.host_memory_bytes
             self._binding = choose(self.config.numa, host_bytes=budget, device=address)

@@ -128,9 +128,17 @@ def test_experts_of_one_block_of_memory_each(device, monkeypatch):
 CUT_WIDTH = 768  # three blocks of 256
 
 
-@pytest.mark.parametrize("stale", [0, 255])  # zeros, and scales that are NaN
+# Behind the smaller and the larger part: zeros, or scales that are NaN.  Each kind of blocks meets
+# both, and so does each part.
 @pytest.mark.parametrize(
-    "down", [Encoding.IQ2_XXS, Encoding.Q2_K, Encoding.IQ4_NL, Encoding.Q8_0], ids=str
+    ("down", "stale"),
+    [
+        (Encoding.IQ2_XXS, (0, 255)),
+        (Encoding.Q2_K, (255, 0)),
+        (Encoding.IQ4_NL, (0, 255)),
+        (Encoding.Q8_0, (255, 0)),
+    ],
+    ids=str,
 )
 def test_what_of_an_expert_is_brought_is_all_that_is_read(device, down, stale):
     """Two parts, each alone in memory that holds anything else, add up to the whole expert."""
@@ -140,11 +148,9 @@ def test_what_of_an_expert_is_brought_is_all_that_is_read(device, down, stale):
         "up_proj": random_blocks(Encoding.IQ2_XXS, CUT_WIDTH, HIDDEN, seed=2, **form),
         "down_proj": random_blocks(down, 19, CUT_WIDTH, seed=3, **form),
     }
-    for kept in (256, 512):
+    for kept, byte in zip((256, 512), stale, strict=True):
         own = {name: first_of(w, kept, name == "down_proj") for name, w in expert.items()}
-        held = {
-            name: overwritten(w, kept, stale, name == "down_proj") for name, w in expert.items()
-        }
+        held = {name: overwritten(w, kept, byte, name == "down_proj") for name, w in expert.items()}
         x, _, _ = routed(1, device)
         chosen = torch.zeros(1, 1, dtype=torch.int64, device=device)
         scales = torch.full((1, 1), 0.75, device=device)

@@ -140,7 +140,7 @@ def forms_of(records: Mapping[str, TensorRecord], names: Names) -> dict[str, For
             name = f"model.layers.{match[1]}.self_attn.kv_b_proj.weight"
             values = records.get(f"blk.{match[1]}.attn_v_b.weight")
             forms[name] = _latent(record, values, names.heads[0])
-    for layer in range(names.layers):
+    for layer in _layers_of(records, names):
         convolutions = [records.get(f"blk.{layer}.{part}.weight") for part in _APART]
         parts = [record for record in convolutions if record is not None]
         if len(parts) == len(_APART):
@@ -153,6 +153,13 @@ def forms_of(records: Mapping[str, TensorRecord], names: Names) -> dict[str, For
             if joined is not None:
                 forms[names.architecture.at.format(layer) + name] = joined
     return forms
+
+
+def _layers_of(records: Mapping[str, TensorRecord], names: Names) -> list[int]:
+    """The model's layers that have a tensor: files may say that there are billions."""
+    matches = map(_IN_LAYER.fullmatch, records)
+    layers = {int(match[1]) for match in matches if match is not None}
+    return sorted(layer for layer in layers if layer < names.layers)
 
 
 def spare_of(records: Mapping[str, TensorRecord], names: Names) -> frozenset[str]:
