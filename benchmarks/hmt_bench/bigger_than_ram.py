@@ -82,6 +82,7 @@ class Result:
     waiting_share   of the time in which the computation waited for the disk
     overlap         of the shorter of computing and reading, the share beside the longer
     hit_rate        leases of streamed blocks that had not to wait
+    table_share     of the time that steps spent on rows of tables, waiting included
     """
 
     name: str
@@ -95,6 +96,7 @@ class Result:
     waiting_share: float | None
     overlap: float | None
     hit_rate: float | None
+    table_share: float | None
     disk_bytes_per_step: float | None
     rss_bytes: int
     group_bytes: int
@@ -150,11 +152,18 @@ def prepare(
 
 
 def competitors(
-    pack: Path, memory_bytes: int, *, gguf: Path | None, checkpoint: Path | None, context: int
+    pack: Path,
+    memory_bytes: int,
+    *,
+    gguf: Path | None,
+    checkpoint: Path | None,
+    context: int,
+    gpu_memory: int | None = None,
 ) -> list[Competitor]:
     """HMT as it comes, with a batch, through a memory map; llama.cpp and accelerate if given.
 
-    accelerate computes with the checkpoint's own numbers: it has no kernels for 4 bits here.
+    accelerate computes with the checkpoint's own numbers: it has no kernels for 4 bits here.  HMT
+    has as many bytes of the first GPU as `gpu_memory` says, the others none.
     """
     budget = round_down(memory_bytes - PROCESS_BYTES, _PAGE_BYTES)
     if budget <= 0:
@@ -165,6 +174,8 @@ def competitors(
     # Routers of models that are made for this foresee the next layer rightly, always; real ones do
     # not, so nothing is read on a guess.
     options: dict[str, Any] = {"host_memory": budget, "context": context, "expert_prefetch": False}
+    if gpu_memory is not None:
+        options |= {"gpu_id": "0", "gpu_memory": gpu_memory}
     found = [
         Competitor("hmt", "hmt", pack, options=options),
         Competitor("hmt, batch 8", "hmt", pack, 8, options | {"context": 8 * context}),
@@ -285,6 +296,7 @@ def result(rival: Competitor, runs: Sequence[Run], timeout_s: float) -> Result:
         hit_rate=median(a["hits"] / (a["hits"] + a["pending"] + a["misses"]) for a in leases)
         if leases
         else None,
+        table_share=middle(lambda a: a["table_s"] / a["seconds"]),
         disk_bytes_per_step=middle(lambda a: a["disk_bytes"] / a["steps"]),
         rss_bytes=max(one.rss_bytes for one in runs),
         group_bytes=max(one.group_bytes for one in runs),

@@ -1,7 +1,8 @@
-"""The command `bigger-than-ram`: models larger than RAM, beside others that try."""
+"""The command `larger-than-ram`: models larger than RAM, beside others that try."""
 
 import tempfile
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,10 +24,20 @@ _WIDTH = 120
 _MADE_UP_STEPS = 1000
 
 
-def bigger_than_ram(
+def larger_than_ram(
     shape: Annotated[
-        str, typer.Option(help="Sizes of the random model: dense, moe or small.")
+        str,
+        typer.Option(
+            help="Sizes of the random model: dense, moe or small; flash-next or glm-flash, which "
+            "HMT alone runs."
+        ),
     ] = "dense",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of flash-next or glm-flash; all without.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Bytes of the first GPU that HMT has; none without.")
+    ] = None,
     memory: Annotated[str, typer.Option(help="Hard limit of each process.")] = "2GiB",
     quant: Annotated[str, typer.Option(help="Encoding of HMT's pack.")] = "w4a8:32",
     only: Annotated[
@@ -50,18 +61,31 @@ def bigger_than_ram(
     from hmt.hardware.machine import remembered
     from hmt.profiling.probe import measure
     from hmt_bench.bigger_than_ram import SHAPES, competitors, disk_rate_now, prepare, run
+    from hmt_bench.larger_models import LARGE_MODELS, write_large_pack
 
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape}: choose {' or '.join(SHAPES)}")
+    if shape not in SHAPES and shape not in LARGE_MODELS:
+        raise ConfigError(f"--shape {shape}: choose {' or '.join((*SHAPES, *LARGE_MODELS))}")
+    if layers is not None and shape not in LARGE_MODELS:
+        raise ConfigError(f"--layers {layers}: only {' and '.join(LARGE_MODELS)} have fewer")
     limit = parse_bytes(memory)
+    gpu_bytes = None if gpu_memory is None else parse_bytes(gpu_memory)
     with ExitStack() as stack:
         status = stack.enter_context(notes().status("starting"))
         models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sizes = SHAPES[shape]
-        routing = _routing(sizes, trace or [])
-        checkpoint, pack, gguf = prepare(models / shape, sizes, quant, status.update, routing)
-        given = checkpoint if checkpoint.exists() else None
-        rivals = competitors(pack, limit, gguf=gguf, checkpoint=given, context=256)
+        gguf: Path | None = None
+        given: Path | None = None
+        if shape in LARGE_MODELS:
+            model = LARGE_MODELS[shape]
+            model = replace(model, layers=layers or model.layers)
+            pack = write_large_pack(models / f"{shape}-{model.layers}", model, quant, status.update)
+        else:
+            sizes = SHAPES[shape]
+            routing = _routing(sizes, trace or [])
+            checkpoint, pack, gguf = prepare(models / shape, sizes, quant, status.update, routing)
+            given = checkpoint if checkpoint.exists() else None
+        rivals = competitors(
+            pack, limit, gguf=gguf, checkpoint=given, context=256, gpu_memory=gpu_bytes
+        )
         if only is not None:
             wanted = tuple(only.split(","))
             rivals = [rival for rival in rivals if rival.name.startswith(wanted)]
@@ -106,6 +130,7 @@ def _print(content: dict[str, Any]) -> None:
         "waiting_share": "waiting",
         "overlap": "overlap",
         "hit_rate": "hits",
+        "table_share": "tables",
     }
     for column in ("", "GiB", "tokens/s", "read", *shares.values(), "peak", "failed"):
         table.add_column(column, justify="right" if column else "left")
