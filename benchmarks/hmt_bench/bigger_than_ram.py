@@ -78,6 +78,7 @@ class Result:
     tokens_per_s    None where no run came to a second step; then it is below the next figure
     disk_rate       bytes per second that were read
     read_share      of what the disk gave before and after
+    busy_share      the same, of the time in which the disk had something to read
     useful_share    of the bytes that were read: parameters, not padding or what lies between them
     waiting_share   of the time in which the computation waited for the disk
     overlap         of the shorter of computing and reading, the share beside the longer
@@ -92,6 +93,7 @@ class Result:
     runs_tokens_per_s: tuple[float | None, ...]
     disk_rate: float | None
     read_share: float | None
+    busy_share: float | None
     useful_share: float | None
     waiting_share: float | None
     overlap: float | None
@@ -281,6 +283,11 @@ def result(rival: Competitor, runs: Sequence[Run], timeout_s: float) -> Result:
         for one in runs
         if one.account and one.disk_read_rate
     ]
+    busy = [
+        one.account["disk_bytes"] / one.account["disk_s"] / one.disk_read_rate
+        for one in runs
+        if one.account and one.account["disk_s"] and one.disk_read_rate
+    ]
     leases = [a for a in accounts if a["hits"] + a["pending"] + a["misses"]]
     return Result(
         name=rival.name,
@@ -290,6 +297,7 @@ def result(rival: Competitor, runs: Sequence[Run], timeout_s: float) -> Result:
         runs_tokens_per_s=tuple(rates),
         disk_rate=middle(lambda a: a["disk_bytes"] / a["seconds"]),
         read_share=median(shares) if shares else None,
+        busy_share=median(busy) if busy else None,
         useful_share=middle(lambda a: a["useful_share"]),
         waiting_share=middle(lambda a: a["waited_s"] / a["seconds"]),
         overlap=middle(lambda a: a["overlap"]),

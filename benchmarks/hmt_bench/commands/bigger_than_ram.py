@@ -1,6 +1,7 @@
 """The command `larger-than-ram`: models larger than RAM, beside others that try."""
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +61,8 @@ def larger_than_ram(
     from hmt.cli.formatting import write_json
     from hmt.hardware.machine import remembered
     from hmt.profiling.probe import measure
-    from hmt_bench.bigger_than_ram import SHAPES, competitors, disk_rate_now, prepare, run
-    from hmt_bench.larger_models import LARGE_MODELS, write_large_pack
+    from hmt_bench.bigger_than_ram import SHAPES, competitors, disk_rate_now, run
+    from hmt_bench.larger_models import LARGE_MODELS
 
     if shape not in SHAPES and shape not in LARGE_MODELS:
         raise ConfigError(f"--shape {shape}: choose {' or '.join((*SHAPES, *LARGE_MODELS))}")
@@ -72,17 +73,7 @@ def larger_than_ram(
     with ExitStack() as stack:
         status = stack.enter_context(notes().status("starting"))
         models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        gguf: Path | None = None
-        given: Path | None = None
-        if shape in LARGE_MODELS:
-            model = LARGE_MODELS[shape]
-            model = replace(model, layers=layers or model.layers)
-            pack = write_large_pack(models / f"{shape}-{model.layers}", model, quant, status.update)
-        else:
-            sizes = SHAPES[shape]
-            routing = _routing(sizes, trace or [])
-            checkpoint, pack, gguf = prepare(models / shape, sizes, quant, status.update, routing)
-            given = checkpoint if checkpoint.exists() else None
+        pack, gguf, given = _prepared(models, shape, layers, quant, trace or [], status.update)
         rivals = competitors(
             pack, limit, gguf=gguf, checkpoint=given, context=256, gpu_memory=gpu_bytes
         )
@@ -104,7 +95,30 @@ def larger_than_ram(
             progress=status.update,
         )
     _print(content)
-    write_json(content, json)
+    write_json({**content, "shape": shape, "layers": layers}, json)
+
+
+def _prepared(
+    models: Path,
+    shape: str,
+    layers: int | None,
+    quant: str,
+    traces: list[Path],
+    progress: Callable[[str], None],
+) -> tuple[Path, Path | None, Path | None]:
+    """The pack of a shape, and its GGUF file and checkpoint where others run them."""
+    from hmt_bench.bigger_than_ram import SHAPES, prepare
+    from hmt_bench.larger_models import LARGE_MODELS, write_large_pack
+
+    if shape in LARGE_MODELS:
+        model = LARGE_MODELS[shape]
+        model = replace(model, layers=layers or model.layers)
+        folder = models / f"{shape}-{model.layers}"
+        return write_large_pack(folder, model, quant, progress), None, None
+    sizes = SHAPES[shape]
+    routing = _routing(sizes, traces)
+    checkpoint, pack, gguf = prepare(models / shape, sizes, quant, progress, routing)
+    return pack, gguf, checkpoint if checkpoint.exists() else None
 
 
 def _routing(shape: "Shape", traces: list[Path]) -> "list[Routed]":
@@ -126,6 +140,7 @@ def _print(content: dict[str, Any]) -> None:
     )
     shares = {
         "read_share": "of disk",
+        "busy_share": "while busy",
         "useful_share": "useful",
         "waiting_share": "waiting",
         "overlap": "overlap",

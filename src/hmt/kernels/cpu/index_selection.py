@@ -1,7 +1,6 @@
 """What an indexer selects, through the compiled extension, which reads keys where they lie.
 
-Scores have the bits of the reference.  128 numbers of 64 heads meet 131,072 keys of bf16 in what
-`docs/quality.md` says; plain torch takes seconds, as it adds in that order.
+Scores have the bits of the reference, so that what is selected does not depend on what computes.
 """
 
 from types import ModuleType
