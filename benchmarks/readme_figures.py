@@ -165,8 +165,8 @@ def _flash() -> list[str]:
     content = _load(_FLASH)
     lines = [
         f"| Qwen3.8-Flash-Next, {content['layers']} of 48 layers, "
-        f"{content['sizes']['hmt']:.0f} GiB, in 4 GiB | tokens/s | read for a token | of the disk | "
-        "while it had to read | useful bytes | waiting for it | rows of the table |",
+        f"{content['sizes']['hmt']:.0f} GiB, in 4 GiB | tokens/s | read for a token "
+        "| of the disk | while it had to read | useful bytes | waiting for it | rows of the table |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for found in content["results"]:
@@ -185,8 +185,8 @@ def _flash() -> list[str]:
         *lines,
         "",
         "Every layer has its 512 experts in 4 bits, with bytes of their own; the table is "
-        "a 25th of the published one, in bf16. Routers are random, so each token has experts of its "
-        "own, 221 MB. Two Xeon cores and their disk, which gave "
+        "a 25th of the published one, in bf16. Routers are random, so each token has experts of "
+        "its own, 221 MB. Two Xeon cores and their disk, which gave "
         f"{rates[0] / 1e9:.1f} to {rates[-1] / 1e9:.1f} GB/s, had other work at the same time. "
         "The benchmark writes no GGUF file of this family, so llama.cpp is not beside it.",
     ]

@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NONE = tl.constexpr(-(1 << 31))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _score_kernel(
     query, weights, keys, scales, table, starts, scores,
     start, scale, page_stride, scale_stride, token_stride, head_stride, row_stride,
@@ -71,7 +71,7 @@ def _keys_at(scores, first, seen, LANES: tl.constexpr):
     return (rank(value) ^ _NONE).to(tl.uint32, bitcast=True), exists, index
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def _select_kernel(
     scores, chosen, starts, start, row_stride,
     TOP_K: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DEVICE_START: tl.constexpr,
@@ -187,6 +187,7 @@ def _best(
 ) -> Tensor:
     """What both do: `stride` numbers from page to page; scores of up to `context` positions."""
     tokens, heads, dim = query.shape
+    context = -(-context // _POSITIONS) * _POSITIONS  # so that strides are compiled as multiples
     query = query if query.stride(2) == 1 else query.contiguous()
     weights = weights.float().contiguous()
     chosen = torch.full((tokens, top_k), -1, dtype=torch.int64, device=query.device)
