@@ -166,7 +166,8 @@ def _flash() -> list[str]:
     lines = [
         f"| Qwen3.8-Flash-Next, {content['layers']} of 48 layers, "
         f"{content['sizes']['hmt']:.0f} GiB, in 4 GiB | tokens/s | read for a token "
-        "| of the disk | while it had to read | useful bytes | waiting for it | rows of the table |",
+        "| of the disk | while it had to read | useful bytes | waiting for it "
+        "| rows of the table |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for found in content["results"]:
