@@ -18,39 +18,40 @@ constexpr size_t kBits = 12, kBuckets = size_t{1} << kBits;
 
 // Larger for a larger number, the same for both zeros; NaN above all.
 uint32_t ordered(float value) {
-  if (value != value) return 0xffffffffu;
-  value += 0.0f;
+  const float number = value + 0.0f;  // no negative zero
   uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  std::memcpy(&bits, &number, sizeof bits);
+  bits ^= static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u;
+  return value != value ? 0xffffffffu : bits;
 }
 
 // The top_k largest of `count` numbers; whether one that is left out equals one that is not.
-// counts [kBuckets] and items [count] are overwritten.
-bool select(const float* scores, size_t count, size_t top_k, uint32_t* counts, uint32_t* items,
-            int64_t* chosen) {
+// counts [kBuckets], keys and items [count] are overwritten.
+bool select(const float* scores, size_t count, size_t top_k, uint32_t* counts, uint32_t* keys,
+            uint32_t* items, int64_t* chosen) {
+  for (size_t i = 0; i < count; ++i) keys[i] = ordered(scores[i]);
   std::fill(counts, counts + kBuckets, 0u);
-  for (size_t i = 0; i < count; ++i) ++counts[ordered(scores[i]) >> (32 - kBits)];
+  for (size_t i = 0; i < count; ++i) ++counts[keys[i] >> (32 - kBits)];
   size_t bucket = kBuckets, above = 0;
   while (above + counts[bucket - 1] < top_k) above += counts[--bucket];
   --bucket;
   size_t inside = 0;
   for (size_t i = 0; i < count; ++i) {
-    const uint32_t item = ordered(scores[i]);
-    items[inside] = item;
-    inside += (item >> (32 - kBits)) == bucket;
+    items[inside] = keys[i];
+    inside += (keys[i] >> (32 - kBits)) == bucket;
   }
   const size_t wanted = top_k - above;  // of the bucket
   std::nth_element(items, items + wanted - 1, items + inside, std::greater<uint32_t>());
   const uint32_t least = items[wanted - 1];
-  const auto equal = static_cast<size_t>(std::count(items, items + inside, least));
-  size_t room = wanted;  // for those that equal the least
-  for (size_t i = 0; i < inside; ++i) room -= items[i] > least;
+  size_t equal = 0, room = wanted;  // `room` for those that equal the least
+  for (size_t i = 0; i < inside; ++i) {
+    equal += items[i] == least;
+    room -= items[i] > least;
+  }
   const bool tied = equal > room;
   for (size_t i = 0, place = 0; place < top_k; ++i) {
-    const uint32_t item = ordered(scores[i]);
-    const bool takes = item > least || (item == least && room > 0);
-    room -= item == least && takes;
+    const bool takes = keys[i] > least || (keys[i] == least && room > 0);
+    room -= takes && keys[i] == least;
     chosen[place] = static_cast<int64_t>(i);
     place += takes;
   }
@@ -103,11 +104,12 @@ void index_topk(const IndexKeys& keys, const IndexQueries& queries, size_t start
     for (size_t t = 0; t < tokens; ++t) counts[t] = (start + first + t + 1) / group;
     score_tokens(keys, queries, first, tokens, counts, scores, most, threads);
     share(tokens, 1, threads, [&](size_t begin, size_t end) {
-      Scratch own(Scratch::round(kBuckets * 4) + (most + 1) * 4);
+      Scratch own(Scratch::round(kBuckets * 4) + 2 * Scratch::round(most * 4));
       uint32_t* buckets = own.take<uint32_t>(kBuckets);
-      uint32_t* items = own.take<uint32_t>(most + 1);
+      uint32_t* ranks = own.take<uint32_t>(most);
+      uint32_t* items = own.take<uint32_t>(most);
       for (size_t t = begin; t < end; ++t) {
-        tied[first + t] = select(scores + t * most, counts[t], top_k, buckets, items,
+        tied[first + t] = select(scores + t * most, counts[t], top_k, buckets, ranks, items,
                                  chosen + (first + t) * top_k);
       }
     });
