@@ -26,12 +26,13 @@ app = typer.Typer(
     add_completion=False,
     help=__doc__,
 )
-app.command("bigger-than-ram")(bigger_than_ram.bigger_than_ram)
 app.command("cache")(cache.cache)
 app.command("gpu")(gpu.gpu)
 app.command("hybrid")(hybrid.hybrid)
 app.command("kv")(kv.kv)
 app.command("kv-speed")(kv_speed.kv_speed)
+app.command("larger-than-ram")(bigger_than_ram.larger_than_ram)
+app.command("bigger-than-ram", hidden=True)(bigger_than_ram.larger_than_ram)  # as it was called
 app.command("pages")(pages.pages)
 app.command("peer")(peer.peer)
 app.command("plans")(plans.plans)

@@ -78,10 +78,12 @@ class Result:
     tokens_per_s    None where no run came to a second step; then it is below the next figure
     disk_rate       bytes per second that were read
     read_share      of what the disk gave before and after
+    busy_share      the same, of the time in which the disk had something to read
     useful_share    of the bytes that were read: parameters, not padding or what lies between them
     waiting_share   of the time in which the computation waited for the disk
     overlap         of the shorter of computing and reading, the share beside the longer
     hit_rate        leases of streamed blocks that had not to wait
+    table_share     of the time that steps spent on rows of tables, waiting included
     """
 
     name: str
@@ -91,10 +93,12 @@ class Result:
     runs_tokens_per_s: tuple[float | None, ...]
     disk_rate: float | None
     read_share: float | None
+    busy_share: float | None
     useful_share: float | None
     waiting_share: float | None
     overlap: float | None
     hit_rate: float | None
+    table_share: float | None
     disk_bytes_per_step: float | None
     rss_bytes: int
     group_bytes: int
@@ -150,11 +154,18 @@ def prepare(
 
 
 def competitors(
-    pack: Path, memory_bytes: int, *, gguf: Path | None, checkpoint: Path | None, context: int
+    pack: Path,
+    memory_bytes: int,
+    *,
+    gguf: Path | None,
+    checkpoint: Path | None,
+    context: int,
+    gpu_memory: int | None = None,
 ) -> list[Competitor]:
     """HMT as it comes, with a batch, through a memory map; llama.cpp and accelerate if given.
 
-    accelerate computes with the checkpoint's own numbers: it has no kernels for 4 bits here.
+    accelerate computes with the checkpoint's own numbers: it has no kernels for 4 bits here.  HMT
+    has as many bytes of the first GPU as `gpu_memory` says, the others none.
     """
     budget = round_down(memory_bytes - PROCESS_BYTES, _PAGE_BYTES)
     if budget <= 0:
@@ -165,6 +176,8 @@ def competitors(
     # Routers of models that are made for this foresee the next layer rightly, always; real ones do
     # not, so nothing is read on a guess.
     options: dict[str, Any] = {"host_memory": budget, "context": context, "expert_prefetch": False}
+    if gpu_memory is not None:
+        options |= {"gpu_id": "0", "gpu_memory": gpu_memory}
     found = [
         Competitor("hmt", "hmt", pack, options=options),
         Competitor("hmt, batch 8", "hmt", pack, 8, options | {"context": 8 * context}),
@@ -270,6 +283,11 @@ def result(rival: Competitor, runs: Sequence[Run], timeout_s: float) -> Result:
         for one in runs
         if one.account and one.disk_read_rate
     ]
+    busy = [
+        one.account["disk_bytes"] / one.account["disk_s"] / one.disk_read_rate
+        for one in runs
+        if one.account and one.account["disk_s"] and one.disk_read_rate
+    ]
     leases = [a for a in accounts if a["hits"] + a["pending"] + a["misses"]]
     return Result(
         name=rival.name,
@@ -279,12 +297,14 @@ def result(rival: Competitor, runs: Sequence[Run], timeout_s: float) -> Result:
         runs_tokens_per_s=tuple(rates),
         disk_rate=middle(lambda a: a["disk_bytes"] / a["seconds"]),
         read_share=median(shares) if shares else None,
+        busy_share=median(busy) if busy else None,
         useful_share=middle(lambda a: a["useful_share"]),
         waiting_share=middle(lambda a: a["waited_s"] / a["seconds"]),
         overlap=middle(lambda a: a["overlap"]),
         hit_rate=median(a["hits"] / (a["hits"] + a["pending"] + a["misses"]) for a in leases)
         if leases
         else None,
+        table_share=middle(lambda a: a["table_s"] / a["seconds"]),
         disk_bytes_per_step=middle(lambda a: a["disk_bytes"] / a["steps"]),
         rss_bytes=max(one.rss_bytes for one in runs),
         group_bytes=max(one.group_bytes for one in runs),

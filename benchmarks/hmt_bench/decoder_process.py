@@ -6,9 +6,11 @@ ENGINE is hmt, llama.cpp or accelerate; OPTIONS a JSON object: of hmt's engine, 
 "ready" once the model is there and "token N" after every step; a JSON object at the end, of hmt.
 """
 
+import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -41,6 +43,7 @@ def decode_hmt(model: Path, tokens: int, sequences: int, options: dict[str, Any]
     """`sequences` requests in common steps, and what they cost."""
     import hmt
 
+    tables = time_tables()
     with hmt.Engine(**options, max_batch=sequences) as engine, ExitStack() as stack:
         loaded = engine.load_model(model)
         _say("ready")
@@ -56,6 +59,7 @@ def decode_hmt(model: Path, tokens: int, sequences: int, options: dict[str, Any]
         for stream in streams:
             next(stream)
         loaded.reset_summary()
+        tables[0] = 0.0
         _say("token 0")
         for number in range(1, tokens + 1):
             for stream in streams:
@@ -67,11 +71,39 @@ def decode_hmt(model: Path, tokens: int, sequences: int, options: dict[str, Any]
             json.dumps(
                 {name: getattr(phase, name) for name in _ACCOUNT}
                 | {
+                    "table_s": tables[0],
                     "used_bytes": sum(summary.used_bytes.values()),
                     "peak_rss_bytes": summary.peak_rss_bytes,
                 }
             )
         )
+
+
+def time_tables() -> list[float]:
+    """Seconds that steps spend on rows of tables, added up from now on: one number.
+
+    From hashing n-grams to having their rows, waiting included; the thread that reads ahead is not.
+    """
+    from hmt.layers.gated.ngram_memory import NGramHash
+    from hmt.weights.store.block_store import WeightStore
+
+    spent = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[0] += time.perf_counter() - begin
+
+        return call
+
+    for kind, names in ((NGramHash, ("row_ids",)), (WeightStore, ("rows", "request_rows"))):
+        for name in names:
+            setattr(kind, name, timed(getattr(kind, name)))
+    return spent
 
 
 def decode_llama_cpp(model: Path, tokens: int, sequences: int, options: dict[str, Any]) -> None:

@@ -27,6 +27,7 @@ from hmt.kvcache import TieredKV
 from hmt.memory.device import open_device
 from hmt.profiling.random_model import Shape
 from hmt_bench.gpu import SHAPES, pack_of
+from hmt_bench.larger_models import LAYER_SETS, write_large_pack
 
 _WARM_STEPS = 4
 _SHORT = 512  # positions, of steps that show what all but attention takes
@@ -136,9 +137,9 @@ def run(
 ) -> dict[str, Any]:
     """Measure `shape` in each way; the content of a benchmark file.
 
-    The pack is made in `folder` unless it is there.  gpu None: on the CPU alone.  `save` gets what
-    there is after each way and each case of a peer, which may take long.  Raises
-    MachineError where there is no such GPU, and what loading raises.
+    The pack is made in `folder` unless it is there; of LAYER_SETS there are no peers.  gpu None: on
+    the CPU alone.  `save` gets what there is after each way and each case of a peer, which may take
+    long.  Raises MachineError where there is no such GPU, and what loading raises.
     """
     name = None
     if gpu is not None:
@@ -150,12 +151,18 @@ def run(
             reading.sample()
     ram_rate = reading.rate
     del reading
-    pack = pack_of(folder, shape, quantization or "none", progress)
+    encoding = quantization or "none"
+    if shape in LAYER_SETS:
+        sizes: Any = LAYER_SETS[shape]
+        pack = write_large_pack(folder / f"{shape}-{encoding}", sizes, encoding, progress)
+    else:
+        sizes = SHAPES[shape]
+        pack = pack_of(folder, shape, encoding, progress)
     content: dict[str, Any] = {
         "benchmark": "kv-speed",
         "machine": describe(machine_for(folder)),
         "gpu": name,
-        "shape": {"name": shape, **asdict(SHAPES[shape])},
+        "shape": {"name": shape, **asdict(sizes)},
         "quantization": quantization,
         "ram_rate": ram_rate,
         "task": asdict(task),
@@ -170,7 +177,7 @@ def run(
             _in_a_way(pack, way, task, ram_rate, memory, host_memory, progress)
         )
         save(content)
-    for make in peers(SHAPES[shape], task.positions) if peers is not None else ():
+    for make in peers(sizes, task.positions) if peers is not None else ():
         found: dict[str, Any] = {"cases": []}
         content["peers"].append(found)
         _with_peer(found, make, task, progress, lambda: save(content))

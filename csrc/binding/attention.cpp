@@ -1,4 +1,5 @@
 // Attention over pages.
+#include "attention/index.h"
 #include "binding/owned.h"
 
 namespace hmt::binding {
@@ -25,6 +26,21 @@ Runs make_runs(nb::tuple items) {
 
 HeadRows rows_at(Address data, int type, size_t token_stride, size_t head_stride) {
   return {at<const void>(data), static_cast<DType>(type), token_stride, head_stride};
+}
+
+// keys: (encoding, dim, address, bytes from page to page, address of an int64 table or 0)
+IndexKeys index_keys(nb::tuple keys) {
+  return {static_cast<PageEncoding>(nb::cast<int>(keys[0])), nb::cast<size_t>(keys[1]),
+          at<const uint8_t>(nb::cast<Address>(keys[2])), nb::cast<size_t>(keys[3]),
+          at<const int64_t>(nb::cast<Address>(keys[4]))};
+}
+
+// queries: (address, type, strides of tokens and heads, tokens, heads, address of weights, scale)
+IndexQueries index_queries(nb::tuple queries) {
+  return {rows_at(nb::cast<Address>(queries[0]), nb::cast<int>(queries[1]),
+                  nb::cast<size_t>(queries[2]), nb::cast<size_t>(queries[3])),
+          nb::cast<size_t>(queries[4]), nb::cast<size_t>(queries[5]),
+          at<const float>(nb::cast<Address>(queries[6])), nb::cast<float>(queries[7])};
 }
 
 }  // namespace
@@ -71,6 +87,20 @@ void bind_attention(nb::module_& m) {
            rows_at(query, type, stride, head_stride), q_heads,
            {scale, window, softcap, at<const float>(sinks)},
            {at<void>(out), static_cast<DType>(out_type), at<float>(lse)}, threads);
+  });
+  m.def("index_scores", [](nb::tuple keys, nb::tuple queries, size_t token, size_t count,
+                           Address scores, size_t threads) {
+    const IndexKeys where = index_keys(keys);
+    const IndexQueries what = index_queries(queries);
+    Kernel kernel;
+    index_scores(where, what, token, count, at<float>(scores), threads);
+  });
+  m.def("index_topk", [](nb::tuple keys, nb::tuple queries, size_t start, size_t group,
+                         size_t top_k, Address chosen, Address tied, size_t threads) {
+    const IndexKeys where = index_keys(keys);
+    const IndexQueries what = index_queries(queries);
+    Kernel kernel;
+    index_topk(where, what, start, group, top_k, at<int64_t>(chosen), at<bool>(tied), threads);
   });
   m.def("page_masses", [](const PageSet& set, size_t layer, const Runs& runs, size_t count,
                           Address query, int type, size_t stride, size_t head_stride,

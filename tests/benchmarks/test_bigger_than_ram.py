@@ -90,6 +90,8 @@ def test_hmt_decodes_in_a_process_of_its_own(limits: None, tmp_path: Path) -> No
     assert summed.tokens_per_s == pytest.approx(2 / found.step_s)
     assert summed.read_share == pytest.approx(summed.disk_rate / 1e9)
     assert 0 <= summed.waiting_share <= 1 and summed.at_most_tokens_per_s is None
+    assert summed.busy_share >= summed.read_share
+    assert 0 < summed.table_share < 1  # of the embedding, which is on disk
 
 
 def test_an_unfinished_run_counts_with_what_it_did() -> None:

@@ -1,11 +1,16 @@
 """What an indexer selects, by the definition; and rows that are gathered from pages."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hmt.kernels import ops, reference
+from hmt.kernels.cpu import extension, index_selection
+from hmt.kernels.cpu.operations import CompiledOperations
 from hmt.kernels.reference.kv_pages import (
     AttentionMetadata,
     PagedSegment,
@@ -130,3 +135,119 @@ def test_tokens_attend_to_their_own_rows(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found[at].double(), weights @ key[:, :16], atol=near, rtol=near)
         alone = ops.selected_attention(query[at : at + 1], rows[positions], None, 16, scale=0.3)
         assert torch.equal(alone[0], found[at])
+
+
+def instructions() -> list[str]:
+    native = extension.load()
+    return [] if native is None else native.isas()
+
+
+@pytest.fixture(params=instructions())
+def compiled(request: pytest.FixtureRequest) -> Iterator[CompiledOperations]:
+    """The extension on every instruction set."""
+    native = extension.load()
+    assert native is not None
+    before = native.isa()
+    native.set_isa(request.param)
+    yield CompiledOperations(native)
+    native.set_isa(before)
+
+
+# 9 heads do not fill sixteen lanes, and 70 no four vectors of them; 3 and 34 numbers no line.
+SIZES = [(1, 3), (9, 8), (16, 34), (70, 20)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As small as these products are, torch's threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("key_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_compiled_scores_have_the_bits_of_the_reference(
+    compiled: CompiledOperations, sizes: tuple[int, int], dtype: torch.dtype, key_dtype: torch.dtype
+) -> None:
+    """Scores that differ in one bit would be selected otherwise: all that are larger than one."""
+    heads, dim = sizes
+    random = torch.Generator().manual_seed(5)
+    query = torch.randn(3, heads, dim, generator=random).to(dtype)
+    keys = torch.randn(700, dim, generator=random).to(key_dtype)
+    weights = torch.randn(3, heads, generator=random)
+    where = 16 * dim * keys.element_size()
+    rows = keys.data_ptr(), where, 0
+    native = extension.load()
+    assert native is not None
+    for row in range(3):
+        wanted = reference.index_scores(query[row], weights[row], keys, dim**-0.5)
+        found = torch.empty(700)
+        native.index_scores(
+            (index_selection.DTYPES[key_dtype], dim, *rows),
+            (query.data_ptr(), index_selection.DTYPES[dtype], heads * dim, dim, 3, heads,
+             weights.data_ptr(), dim**-0.5),
+            row, 700, found.data_ptr(), 2,
+        )  # fmt: skip
+        assert torch.equal(found, wanted)
+        near = wanted_of(query, weights, keys)[row]
+        torch.testing.assert_close(found.double(), near, rtol=1e-4, atol=1e-4)
+    for start, top_k in ((697, 1), (697, 640), (320, 321)):
+        options: dict[str, Any] = {"start": start, "top_k": top_k, "scale": dim**-0.5}
+        wanted = reference.index_topk(query, weights, keys, **options)
+        assert torch.equal(compiled.index_topk(query, weights, keys, **options), wanted)
+
+
+@pytest.mark.parametrize("encoding", PageEncoding)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_in_pages_are_those_of_rows(
+    compiled: CompiledOperations, encoding: PageEncoding, dtype: torch.dtype
+) -> None:
+    random = torch.Generator().manual_seed(6)
+    layout = PageLayout(encoding, 1, 32, 32, latent=True, rows=encoding is not PageEncoding.INT4)
+    pages = Pages(layout, torch.zeros(60, 3, layout.page_bytes, dtype=torch.uint8))
+    table, context = torch.randperm(60, generator=random), 851
+    keys = torch.randn(context, 1, 32, generator=random)
+    whole = AttentionMetadata([PagedSegment(0, context, 0, table)])
+    reference.append_pages(pages, 1, whole, keys, None)
+    query = torch.randn(5, 9, 32, generator=random).to(dtype)
+    weights = torch.randn(5, 9, generator=random)
+    for top_k in (1, 300, 847):
+        asked = query, weights, pages, 1, table
+        options: dict[str, Any] = {"start": context - 5, "top_k": top_k, "scale": 0.2}
+        wanted = reference.paged_index_topk(*asked, **options)
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert torch.equal(compiled.paged_index_topk(*asked, **options), wanted)
+
+
+@pytest.mark.parametrize("group", [1, 5])
+@pytest.mark.parametrize("top_k", [1, 5, 40, 99])
+def test_compiled_selection_of_equal_scores_is_that_of_torch(
+    compiled: CompiledOperations, top_k: int, group: int
+) -> None:
+    random = torch.Generator().manual_seed(3)
+    query = torch.randint(-2, 3, (8, 2, 4), generator=random).float()
+    keys = torch.randint(-1, 2, (107, 4), generator=random).float()
+    weights = torch.randint(-1, 2, (8, 2), generator=random).float()
+    options: dict[str, Any] = {"start": 99 * group, "top_k": top_k, "scale": 0.5}
+    found = compiled.index_topk(query, weights, keys, positions=group, **options)
+    scores = wanted_of(query, weights, keys).float()
+    for row, positions in enumerate(found):
+        seen = (99 * group + row + 1) // group
+        wanted = scores[row, :seen].topk(top_k).indices.sort().values
+        assert torch.equal(positions, wanted)
+
+
+def test_nan_is_selected_as_torch_does(compiled: CompiledOperations) -> None:
+    """It is above all numbers."""
+    keys = torch.zeros(200, 4)
+    keys[:, 0] = torch.linspace(-3, 3, 200)
+    keys[7, 1] = keys[12, 0] = float("nan")
+    query, weights = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]]), torch.ones(1, 1)
+    for top_k in (1, 2, 3, 50, 200):
+        options: dict[str, Any] = {"start": 199, "top_k": top_k, "scale": 1.0}
+        wanted = reference.index_topk(query, weights, keys, **options)
+        assert torch.equal(compiled.index_topk(query, weights, keys, **options), wanted)

@@ -174,6 +174,9 @@ class PlainKV:
         ]
         return RecurrentState(self.kept[layer], runs)
 
+    def kernel_place(self, layer: int, step: Step) -> None:
+        return None
+
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]
         assert len(key) >= run.context

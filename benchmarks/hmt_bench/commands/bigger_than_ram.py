@@ -1,7 +1,9 @@
-"""The command `bigger-than-ram`: models larger than RAM, beside others that try."""
+"""The command `larger-than-ram`: models larger than RAM, beside others that try."""
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,10 +25,20 @@ _WIDTH = 120
 _MADE_UP_STEPS = 1000
 
 
-def bigger_than_ram(
+def larger_than_ram(
     shape: Annotated[
-        str, typer.Option(help="Sizes of the random model: dense, moe or small.")
+        str,
+        typer.Option(
+            help="Sizes of the random model: dense, moe or small; flash-next or glm-flash, which "
+            "HMT alone runs."
+        ),
     ] = "dense",
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of flash-next or glm-flash; all without.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Bytes of the first GPU that HMT has; none without.")
+    ] = None,
     memory: Annotated[str, typer.Option(help="Hard limit of each process.")] = "2GiB",
     quant: Annotated[str, typer.Option(help="Encoding of HMT's pack.")] = "w4a8:32",
     only: Annotated[
@@ -49,19 +61,22 @@ def bigger_than_ram(
     from hmt.cli.formatting import write_json
     from hmt.hardware.machine import remembered
     from hmt.profiling.probe import measure
-    from hmt_bench.bigger_than_ram import SHAPES, competitors, disk_rate_now, prepare, run
+    from hmt_bench.bigger_than_ram import SHAPES, competitors, disk_rate_now, run
+    from hmt_bench.larger_models import LARGE_MODELS
 
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape}: choose {' or '.join(SHAPES)}")
+    if shape not in SHAPES and shape not in LARGE_MODELS:
+        raise ConfigError(f"--shape {shape}: choose {' or '.join((*SHAPES, *LARGE_MODELS))}")
+    if layers is not None and shape not in LARGE_MODELS:
+        raise ConfigError(f"--layers {layers}: only {' and '.join(LARGE_MODELS)} have fewer")
     limit = parse_bytes(memory)
+    gpu_bytes = None if gpu_memory is None else parse_bytes(gpu_memory)
     with ExitStack() as stack:
         status = stack.enter_context(notes().status("starting"))
         models = folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sizes = SHAPES[shape]
-        routing = _routing(sizes, trace or [])
-        checkpoint, pack, gguf = prepare(models / shape, sizes, quant, status.update, routing)
-        given = checkpoint if checkpoint.exists() else None
-        rivals = competitors(pack, limit, gguf=gguf, checkpoint=given, context=256)
+        pack, gguf, given = _prepared(models, shape, layers, quant, trace or [], status.update)
+        rivals = competitors(
+            pack, limit, gguf=gguf, checkpoint=given, context=256, gpu_memory=gpu_bytes
+        )
         if only is not None:
             wanted = tuple(only.split(","))
             rivals = [rival for rival in rivals if rival.name.startswith(wanted)]
@@ -80,7 +95,30 @@ def bigger_than_ram(
             progress=status.update,
         )
     _print(content)
-    write_json(content, json)
+    write_json({**content, "shape": shape, "layers": layers}, json)
+
+
+def _prepared(
+    models: Path,
+    shape: str,
+    layers: int | None,
+    quant: str,
+    traces: list[Path],
+    progress: Callable[[str], None],
+) -> tuple[Path, Path | None, Path | None]:
+    """The pack of a shape, and its GGUF file and checkpoint where others run them."""
+    from hmt_bench.bigger_than_ram import SHAPES, prepare
+    from hmt_bench.larger_models import LARGE_MODELS, write_large_pack
+
+    if shape in LARGE_MODELS:
+        model = LARGE_MODELS[shape]
+        model = replace(model, layers=layers or model.layers)
+        folder = models / f"{shape}-{model.layers}"
+        return write_large_pack(folder, model, quant, progress), None, None
+    sizes = SHAPES[shape]
+    routing = _routing(sizes, traces)
+    checkpoint, pack, gguf = prepare(models / shape, sizes, quant, progress, routing)
+    return pack, gguf, checkpoint if checkpoint.exists() else None
 
 
 def _routing(shape: "Shape", traces: list[Path]) -> "list[Routed]":
@@ -102,10 +140,12 @@ def _print(content: dict[str, Any]) -> None:
     )
     shares = {
         "read_share": "of disk",
+        "busy_share": "while busy",
         "useful_share": "useful",
         "waiting_share": "waiting",
         "overlap": "overlap",
         "hit_rate": "hits",
+        "table_share": "tables",
     }
     for column in ("", "GiB", "tokens/s", "read", *shares.values(), "peak", "failed"):
         table.add_column(column, justify="right" if column else "left")

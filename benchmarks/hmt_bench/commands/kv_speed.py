@@ -20,7 +20,9 @@ _WIDTH = 130
 
 
 def kv_speed(
-    shape: Annotated[str, typer.Option(help="Sizes of the random model: 8b or small.")] = "8b",
+    shape: Annotated[
+        str, typer.Option(help="Sizes of the random model: 8b, small, or v3.2, some layers.")
+    ] = "8b",
     contexts: Annotated[
         str, typer.Option(help="Positions before the tokens that are decoded.")
     ] = "32768,131072",
@@ -54,9 +56,12 @@ def kv_speed(
     from hmt_bench.gpu import SHAPES
     from hmt_bench.kv_peers import open_peers
     from hmt_bench.kv_speed import Task, Way, run
+    from hmt_bench.larger_models import LAYER_SETS
 
-    if shape not in SHAPES or SHAPES[shape].experts:
-        raise ConfigError(f"--shape {shape}: choose 8b or small")
+    if shape not in LAYER_SETS and (shape not in SHAPES or SHAPES[shape].experts):
+        raise ConfigError(f"--shape {shape}: choose 8b, small or {' or '.join(LAYER_SETS)}")
+    if peers and shape in LAYER_SETS:
+        raise ConfigError(f"--shape {shape} has no peers: say --no-peers")
     parse_bytes(near)
     gpu = None if gpu_id == "none" else gpu_id
     ways = [Way(near, name) for name in host.split(",") if name]

@@ -19,6 +19,7 @@ from hmt.kernels.cpu import (
     attention,
     elementwise,
     experts,
+    index_selection,
     linear,
     recurrent,
     routing,
@@ -47,12 +48,14 @@ class CompiledOperations:
         self.gated = partial(elementwise.gated, native)
         self.gated_delta_rule = partial(recurrent.gated_delta_rule, native)
         self.gated_pair = partial(elementwise.gated_pair, native)
+        self.index_topk = partial(index_selection.index_topk, native)
         self.kernel_seconds = native.kernel_seconds
         self.largest = partial(sampling.largest, native)
         self.linear = partial(linear.linear, native)
         self.linear_many = partial(linear.linear_many, native)
         self.logit_stats = partial(sampling.logit_stats, native)
         self.paged_attention_output = partial(attention.paged_attention, native)
+        self.paged_index_topk = partial(index_selection.paged_index_topk, native)
         self.quantize_activations = partial(linear.quantize_activations, native)
         self.rms_norm = partial(elementwise.rms_norm, native)
         self.rms_norm_inplace = partial(elementwise.rms_norm_inplace, native)

@@ -45,7 +45,12 @@ from hmt.kernels.reference.graph_steps import (
     fixed_runs,
     logit_stats_of,
 )
-from hmt.kernels.reference.index_selection import index_scores, index_topk, selected_attention
+from hmt.kernels.reference.index_selection import (
+    index_scores,
+    index_topk,
+    paged_index_topk,
+    selected_attention,
+)
 from hmt.kernels.reference.kv_pages import (
     AttentionMetadata,
     PagedSegment,

@@ -4,10 +4,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from hmt.kernels.reference.attention import attention
+from hmt.kernels.reference.kv_pages import Pages, read_pages
 
 _KEY_BLOCK = 4096  # positions that all heads have scores for at once
+_LANES = 16  # heads that are added side by side
 
 
 def index_scores(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -18,16 +21,24 @@ def index_scores(query: Tensor, weights: Tensor, keys: Tensor, scale: float) -> 
     keys      [positions, dim]
     scale     of a head's product
 
-    A position's score is the sum of weights * relu(scale * query . key) over the heads.  Products
-    are made of blocks that begin at the first position, so that their shapes, and with these the
-    bits of a score, depend on the token's position and not on what else a step computes.
+    A position's score is the sum of weights * relu(scale * query . key) over the heads.  All is
+    f32, and added in the order that `csrc/attention/index.h` describes, so that compiled kernels
+    give the same bits, and these do not depend on what else a step computes.
     """
     query, keys = query.float(), keys.float()
-    parts = []
+    empty = -len(query) % _LANES
+    parts = [keys.new_empty(0)]
     for block in keys.split(_KEY_BLOCK):
-        products = torch.mm(query, block.T).mul_(scale).relu_()
-        parts.append(torch.mv(products.T, weights))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        products = _products(query, block).mul_(scale).relu_().mul_(weights[:, None])
+        lanes = pad(products, (0, 0, 0, empty)).unflatten(0, (-1, _LANES))
+        total = lanes[0]
+        for others in lanes[1:]:
+            total = total + others
+        while len(total) > 1:
+            low, high = total.chunk(2)
+            total = low + high
+        parts.append(total[0])
+    return torch.cat(parts)
 
 
 def index_topk(
@@ -48,6 +59,7 @@ def index_topk(
     positions   that share a key, as the first of which it counts: a token sees whole groups only
     Returns int64 [tokens, top_k].  Of equal scores `torch.topk` takes those that it takes of the
     scores of exactly the positions that the token sees: what transformers selects token by token.
+    On a GPU these are the first.
     """
     keys = keys.float()  # once for all tokens
     chosen = torch.empty(len(query), top_k, dtype=torch.int64, device=query.device)
@@ -56,6 +68,25 @@ def index_topk(
         scores = index_scores(query[row], weights[row], seen, scale)
         chosen[row] = scores.topk(top_k).indices.sort().values
     return chosen
+
+
+def paged_index_topk(
+    query: Tensor,
+    weights: Tensor,
+    pages: Pages,
+    layer: int,
+    table: Tensor,
+    *,
+    start: int,
+    top_k: int,
+    scale: float,
+) -> Tensor:
+    """`index_topk` of keys where they lie, in pages of one head.
+
+    table   int64: position p is in page table[p // 16]
+    """
+    keys, _ = read_pages(pages, layer, table, start + len(query))
+    return index_topk(query, weights, keys[:, 0], start=start, top_k=top_k, scale=scale)
 
 
 def selected_attention(
@@ -81,3 +112,11 @@ def selected_attention(
         value = key[..., :value_dim]
         out[at], _ = attend(query[at : at + 1], key, value, start=len(key) - 1, scale=scale)
     return out
+
+
+def _products(query: Tensor, keys: Tensor) -> Tensor:
+    """query . key, f32 [heads, positions], one number of a row added after the other."""
+    total, product = torch.zeros(2, len(query), len(keys), device=keys.device).unbind()
+    for numbers, column in zip(query.T, keys.T.contiguous(), strict=True):
+        total += torch.mul(numbers[:, None], column, out=product)
+    return total

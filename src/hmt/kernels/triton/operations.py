@@ -6,6 +6,7 @@ Plain torch are chains of the others, and what a step does not wait for.
 from hmt.kernels.reference import draw, largest
 from hmt.kernels.triton.attention.append import append_pages
 from hmt.kernels.triton.attention.combine_host_part import join as combine_parts
+from hmt.kernels.triton.attention.index_selection import index_topk, paged_index_topk
 from hmt.kernels.triton.attention.metadata import fixed_runs, update_runs
 from hmt.kernels.triton.attention.mla_layer import add_latent_attention
 from hmt.kernels.triton.attention.paged import (
@@ -66,14 +67,14 @@ from hmt.kernels.triton.recurrent import (
     time_steps,
     update_state_runs,
 )
-from hmt.kernels.triton.transfer.kv_repack import can_rewrite as can_copy_pages
-from hmt.kernels.triton.transfer.kv_repack import (
+from hmt.kernels.triton.transfer import (
+    can_copy_pages,
+    copy_pairs,
     fetch_layer,
     fetch_pages,
     fetch_rows,
     send_pages,
 )
-from hmt.kernels.triton.transfer.pinned_copy import move as copy_pairs
 
 __all__ = [
     "Mailbox",
@@ -110,6 +111,7 @@ __all__ = [
     "gated_pair",
     "greedy",
     "grouped_softmax_topk",
+    "index_topk",
     "largest",
     "linear",
     "linear_gated",
@@ -120,6 +122,7 @@ __all__ = [
     "logit_stats_of",
     "paged_attention",
     "paged_attention_output",
+    "paged_index_topk",
     "quantize_activations",
     "rms_norm",
     "rms_norm_inplace",

@@ -94,19 +94,22 @@ class Indexer:
         query = project(compressed, params, "index_query").unflatten(-1, (self.heads, -1))
         query = self._turned(query, step)
         weights = ops.linear(x.float(), params["index_weights"]) * self.heads**-0.5
-        selected = []
-        for run in ends:
-            keys = kv.read(number, run)[0][:, 0]
-            positions = ops.index_topk(
-                query[run.tokens],
-                weights[run.tokens],
-                keys,
-                start=run.start,
-                top_k=self.top_k,
-                scale=self.dim**-0.5,
+        return [
+            SelectedRun(
+                run,
+                select_positions(
+                    query[run.tokens],
+                    weights[run.tokens],
+                    number,
+                    run,
+                    step,
+                    kv,
+                    top_k=self.top_k,
+                    scale=self.dim**-0.5,
+                ),
             )
-            selected.append(SelectedRun(run, positions))
-        return selected
+            for run in ends
+        ]
 
     def _selecting(self, run: Segment) -> Segment | None:
         """The part of a run whose tokens see more than they select."""
@@ -120,6 +123,34 @@ class Indexer:
         cos, sin = self.rotary.cos_sin(step)
         turning, rest = heads.split((self.rope_dim, self.dim - self.rope_dim), dim=-1)
         return torch.cat((ops.rope(turning, cos, sin, interleaved=self.interleaved), rest), dim=-1)
+
+
+def select_positions(
+    query: Tensor,
+    weights: Tensor,
+    number: int,
+    run: Segment,
+    step: Step,
+    kv: KVCache,
+    *,
+    top_k: int,
+    scale: float,
+) -> Tensor:
+    """The positions that the tokens of `run` score highest: int64 [run.length, top_k].
+
+    query [run.length, heads, dim]; weights f32 [run.length, heads]; `number` of the layer of keys.
+    Keys are read where they lie, or copied where their pages are in several places.
+    """
+    place = kv.kernel_place(number, step)
+    if place is None:
+        keys = kv.read(number, run)[0][:, 0]
+        return ops.index_topk(query, weights, keys, start=run.start, top_k=top_k, scale=scale)
+    pages, slot, metadata = place
+    at = next(i for i, one in enumerate(step.segments) if one.sequence == run.sequence)
+    table = metadata.runs[at].table
+    return ops.paged_index_topk(
+        query, weights, pages, slot, table, start=run.start, top_k=top_k, scale=scale
+    )
 
 
 @dataclass(frozen=True, slots=True)

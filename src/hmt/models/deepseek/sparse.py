@@ -14,7 +14,7 @@ from hmt.layers import Indexer, Params, Selection, SparseLatentAttention
 from hmt.models.config import Config, layer_kinds, rotary
 from hmt.models.deepseek.dense import DeepSeekV3
 
-_NOT_CAPTURED = "an indexer selects what tokens attend to, which plain torch computes"
+_NOT_CAPTURED = "an indexer selects what tokens attend to, and each step gathers other rows"
 
 
 class DeepSeekV32(DeepSeekV3):

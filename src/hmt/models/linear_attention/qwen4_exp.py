@@ -52,8 +52,8 @@ _MOST_STREAMS = 64
 _MOST_ROWS = 1 << 31  # of one hash of n-grams, a hundred times what is published
 _MOST_HASHES = 512  # of all tables: each has a prime of its own, which is looked for
 _NOT_CAPTURED = (
-    "an indexer selects what tokens attend to, which plain torch computes, and rows of the n-gram "
-    "table are found by the tokens"
+    "an indexer selects what tokens attend to, each step gathers other rows, and rows of the "
+    "n-gram table are found by the tokens"
 )
 
 

@@ -12,6 +12,7 @@ any                 latents of 576 numbers, of the      Hopper        mla_decode
                     4-bit panels                                      mla_decode.py, by mla_layer.py
 any                 in words, or queries of f64         all           `reference`
 
+index_selection.py scores positions for an indexer, and selects the best.
 combine.py merges the parts into which programs divide a context (launched by combine_launch.py);
 combine_host_part.py merges what the CPU attended to.  metadata.py holds block tables and lengths of
 a step on the device, tuning.py the launch sizes by shape; kv_tiles.py and kv_addressing.py are
