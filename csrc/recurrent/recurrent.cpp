@@ -24,11 +24,15 @@ void causal_conv(const CausalConv& conv, StateRuns runs, size_t threads) {
     for (size_t i = begin; i < end; ++i) {
       const StateRun& run = runs.runs[i / (blocks * parts)];
       const size_t token = i / parts % blocks * kConvTokens, channel = i % parts * kConvChannels;
-      if (token >= run.length) continue;
-      kernels.conv(conv, run, token, least(token + kConvTokens, run.length), channel,
-                   least(channel + kConvChannels, conv.channels));
+      const size_t last = least(channel + kConvChannels, conv.channels);
+      if (token < run.length) {
+        kernels.conv(conv, run, token, least(token + kConvTokens, run.length), channel, last);
+      }
+      // All tokens of these channels are done, so that their tail may change.
+      if (blocks == 1) kernels.conv_tail(conv, run, channel, last);
     }
   });
+  if (blocks == 1) return;
   share(runs.count * parts, grain, threads, [&](size_t begin, size_t end) {
     for (size_t i = begin; i < end; ++i) {
       const size_t channel = i % parts * kConvChannels;

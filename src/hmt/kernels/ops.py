@@ -16,7 +16,17 @@ from torch import Tensor
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.backend_registry import backend_of, host_backend
-from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
+from hmt.kernels.cpu.stack import (
+    DeltaChain,
+    Spans,
+    Stack,
+    StackAttention,
+    StackDelta,
+    StackExperts,
+    StackFFN,
+    StackLayer,
+    StackMixer,
+)
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,

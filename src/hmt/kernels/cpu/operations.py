@@ -62,6 +62,7 @@ class CompiledOperations:
         self.selected_attention = partial(reference.selected_attention, attend=self.attention)
         self.selective_scan = partial(recurrent.selective_scan, native)
         self.stack = partial(stack.stack, native)
+        self.sigmoid_gated = partial(elementwise.sigmoid_gated, native)
         self.state_space_scan = partial(recurrent.state_space_scan, native)
         self.time_steps = partial(recurrent.time_steps, native)
 

@@ -111,6 +111,33 @@ class DeltaAttention:
         role = exact if outputs == self.heads.heads else Role.LINEAR
         return (ParamSpec(name, (outputs, hidden), (f"{at}{source}_proj.weight",), role),)
 
+    @property
+    def chain(self) -> ops.DeltaChain:
+        """What kernels need to know to compute the layer in one call."""
+        heads = self.heads
+        decays = self.decay_rank or heads.decays_width
+        gates = self.gate_rank or heads.values_width
+        rest = heads.width + decays
+        return ops.DeltaChain(
+            heads,
+            self.norm.options,
+            (
+                *("q_proj", "k_proj", "v_proj"),
+                "decays_down" if self.decay_rank else "decays",
+                "gate_down" if self.gate_rank else "gate",
+                "rate",
+            ),
+            ((0, heads.width),),
+            ((rest, gates),),
+            ((rest + gates, heads.heads),),
+            ((heads.width, decays),),
+            self.out_norm.options,
+            self.activation,
+            "o_proj",
+            through_gate="gate" if self.gate_rank else None,
+            through_decay="decays" if self.decay_rank else None,
+        )
+
     def __call__(
         self, hidden: Tensor, layer: int, step: Step, params: Params, kv: KVCache
     ) -> Tensor:

@@ -103,6 +103,41 @@ class GatedDeltaNet:
             *linear_params("out", hidden, heads.values_width, f"{at}out_proj"),
         )
 
+    @property
+    def chain(self) -> ops.DeltaChain | None:
+        """What kernels need to know to compute the layer in one call; None without a norm."""
+        if self.norm is None:
+            return None
+        heads = self.heads
+        width, count = heads.width, heads.heads
+        rest = width + heads.values_width
+        inputs: tuple[str, ...] = ("qkv", "z", "b", "a")
+        qkv: ops.Spans = ((0, width),)
+        gate: ops.Spans = ((width, heads.values_width),)
+        rate: ops.Spans = ((rest, count),)
+        decay: ops.Spans = ((rest + count, count),)
+        if self.grouped:
+            inputs = ("qkv", "z", "ba") if self.apart else ("qkvz", "ba")
+            each = count // heads.key_heads
+            firsts = range(rest, rest + 2 * count, 2 * each)
+            rate = tuple((first, each) for first in firsts)
+            decay = tuple((first + each, each) for first in firsts)
+            if not self.apart:
+                qkv, gate = _grouped_spans(heads)
+        return ops.DeltaChain(
+            heads,
+            self.norm.options,
+            inputs,
+            qkv,
+            gate,
+            rate,
+            decay,
+            self.out_norm.options,
+            "sigmoid" if self.sigmoid else "silu",
+            "out",
+            tiled=self.tiled,
+        )
+
     def __call__(
         self, hidden: Tensor, layer: int, step: Step, params: Params, kv: KVCache
     ) -> Tensor:
@@ -149,6 +184,15 @@ class GatedDeltaNet:
         parts = grouped.split((heads.key_dim, heads.key_dim, values, values), dim=2)
         query, key, value, gate = (part.flatten(1) for part in parts)
         return torch.cat((query, key, value), dim=1), gate, rate, decay
+
+
+def _grouped_spans(heads: ops.DeltaHeads) -> tuple[ops.Spans, ops.Spans]:
+    """Where queries, keys and values lie where those of a key head lie together, and gates."""
+    dim, values = heads.key_dim, heads.heads // heads.key_heads * heads.value_dim
+    firsts = [number * 2 * (dim + values) for number in range(heads.key_heads)]
+    sizes = ((0, dim), (dim, dim), (2 * dim, values))
+    qkv = tuple((first + at, count) for at, count in sizes for first in firsts)
+    return qkv, tuple((first + 2 * dim + values, values) for first in firsts)
 
 
 def _each(x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor, Tensor]:
