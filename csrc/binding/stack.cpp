@@ -70,16 +70,15 @@ Spans spans_of(nb::tuple given) {
   return spans;
 }
 
-class OwnedDeltaLayer {
+class OwnedDeltaWeights {
  public:
   // spans: of queries, keys and values, of gates, of rates and of decays
   // through: the projections behind those of gates and of decays; () where there is none
   // heads: (key heads, heads, key_dim, value_dim, by channel, bound, most rate)
   // constants: addresses of the convolution's weight, of decays' scales and of their biases
-  // states: (address, numbers of a slot) of tails and of matrices
-  OwnedDeltaLayer(nb::tuple norm, nb::tuple inputs, nb::tuple spans, nb::tuple through,
-                  nb::tuple heads, size_t taps, nb::tuple constants, nb::tuple states,
-                  nb::tuple out_norm, int activation, bool tiled, nb::tuple output)
+  OwnedDeltaWeights(nb::tuple norm, nb::tuple inputs, nb::tuple spans, nb::tuple through,
+                    nb::tuple heads, size_t taps, nb::tuple constants, nb::tuple out_norm,
+                    int activation, bool tiled, nb::tuple output)
       : inputs_(inputs),
         through_gate_(nb::cast<nb::tuple>(through[0])),
         through_decay_(nb::cast<nb::tuple>(through[1])),
@@ -109,22 +108,39 @@ class OwnedDeltaLayer {
     conv.gated = true;
     rule.decay_scale = constant(1);
     rule.decay_bias = constant(2);
-    const auto tails = nb::cast<nb::tuple>(states[0]), matrices = nb::cast<nb::tuple>(states[1]);
-    conv.tails = at<float>(nb::cast<Address>(tails[0]));
-    conv.slot_stride = nb::cast<size_t>(tails[1]);
-    rule.states = at<float>(nb::cast<Address>(matrices[0]));
-    rule.slot_stride = nb::cast<size_t>(matrices[1]);
     layer_.out_norm = norm_weight(out_norm);
     layer_.activation = static_cast<Activation>(activation);
     layer_.tiled = tiled;
     layer_.output = output_.all()[0];
   }
 
-  const DeltaLayer& get() const { return layer_; }
+  // states: (address, numbers of a slot) of tails and of matrices
+  DeltaLayer with(nb::tuple states) const {
+    const auto tails = nb::cast<nb::tuple>(states[0]), matrices = nb::cast<nb::tuple>(states[1]);
+    DeltaLayer layer = layer_;
+    layer.conv.tails = at<float>(nb::cast<Address>(tails[0]));
+    layer.conv.slot_stride = nb::cast<size_t>(tails[1]);
+    layer.rule.states = at<float>(nb::cast<Address>(matrices[0]));
+    layer.rule.slot_stride = nb::cast<size_t>(matrices[1]);
+    return layer;
+  }
 
  private:
   OwnedProjections inputs_, through_gate_, through_decay_, output_;
   DeltaLayer layer_{};
+};
+
+class OwnedDeltaLayer {
+ public:
+  OwnedDeltaLayer(nb::handle weights, nb::tuple states)
+      : weights_(nb::borrow(weights)),
+        layer_(nb::cast<const OwnedDeltaWeights&>(weights).with(states)) {}
+
+  const DeltaLayer& get() const { return layer_; }
+
+ private:
+  nb::object weights_;  // what the layer refers to
+  DeltaLayer layer_;
 };
 
 // layers: (AttentionLayer or DeltaLayer, FeedForward or SparseLayer)
@@ -179,9 +195,25 @@ void bind_stack(nb::module_& m) {
       .def(nb::init<nb::tuple, nb::tuple, size_t, bool, int, nb::list, nb::tuple>());
   nb::class_<OwnedAttentionLayer>(m, "AttentionLayer", "Attention with projections; borrows.")
       .def(nb::init<nb::handle, size_t, nb::handle, size_t, nb::tuple, nb::tuple, nb::tuple>());
-  nb::class_<OwnedDeltaLayer>(m, "DeltaLayer", "A delta rule with projections; borrows.")
+  nb::class_<OwnedDeltaWeights>(m, "DeltaWeights", "A delta rule with projections; borrows.")
       .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::tuple, nb::tuple, size_t, nb::tuple,
-                    nb::tuple, nb::tuple, int, bool, nb::tuple>());
+                    nb::tuple, int, bool, nb::tuple>());
+  nb::class_<OwnedDeltaLayer>(m, "DeltaLayer", "The same with where its states are.")
+      .def(nb::init<nb::handle, nb::tuple>());
+  m.def("delta_layer", [](const OwnedDeltaWeights& weights, nb::tuple states,
+                          const std::vector<size_t>& numbers, Address hidden, int type,
+                          size_t tokens, size_t width, Address out, size_t threads) {
+    const DeltaLayer layer = weights.with(states);
+    const std::vector<StateRun> runs = state_runs(numbers);
+    StackStep step{};
+    step.type = static_cast<DType>(type);
+    step.tokens = tokens;
+    step.width = width;
+    step.hidden = at<void>(hidden);
+    step.states = {runs.data(), runs.size()};
+    Kernel kernel;
+    mix(layer, step, at<char>(out), threads);
+  });
   nb::class_<Stack>(m, "Stack", "Decoder layers in one call; borrows their memory.")
       .def(nb::init<nb::tuple>())
       .def("run", &Stack::run);

@@ -85,19 +85,23 @@ void gate_heads(const AttentionInputs& inputs, DType type, size_t tokens, const 
   });
 }
 
-// The norm of each head's results; see DeltaLayer::tiled.
-void norm_results(const DeltaLayer& layer, const StackStep& step, const char* x, char* out,
-                  size_t threads) {
+// product = activation(gate) times the norm of x, of a head's results of a run; the last three are
+// [tokens, heads, value_dim], x and product without gaps.
+void gate_results(const DeltaLayer& layer, DType type, const StateRun& run, size_t head,
+                  const ConstMatrix& gate, const char* x, char* product) {
   const DeltaRule& sizes = layer.rule;
   const NormWeight& norm = layer.out_norm;
-  const size_t dim = sizes.value_dim, width = bytes_of(step.type);
-  const size_t groups = layer.tiled ? sizes.key_heads : 1, each = sizes.heads / groups;
-  for (size_t k = 0; k < groups; ++k) {
-    rms_norm({step.type, step.tokens, each, dim, x + k * each * dim * width, sizes.values(), dim,
-              out + k * dim * width, sizes.values(), groups * dim, norm.weight, norm.type, norm.eps,
-              norm.offset, nullptr},
-             threads);
-  }
+  const size_t dim = sizes.value_dim, row = sizes.values(), width = bytes_of(type);
+  const size_t shared = sizes.heads / sizes.key_heads;
+  const size_t place =
+      layer.tiled ? head % shared * sizes.key_heads + head / shared : head;  // see `tiled`
+  char* out = product + (run.offset * row + place * dim) * width;
+  rms_norm({type, run.length, 1, dim, x + (run.offset * row + head * dim) * width, row, dim, out,
+            row, dim, norm.weight, norm.type, norm.eps, norm.offset, nullptr},
+           1);
+  const char* by =
+      static_cast<const char*>(gate.data) + (run.offset * gate.stride + place * dim) * width;
+  gated({type, layer.activation, run.length, dim, by, gate.stride, out, row, out, row}, 1);
 }
 
 }  // namespace
@@ -137,8 +141,8 @@ void mix(const DeltaLayer& layer, const StackStep& step, char* x, size_t threads
   const size_t more_decays = outputs_of(layer.through_decay);
   Rows memory(step,
               step.width + row + 2 * rule.row() + gates + more_gates + decays + more_decays +
-                  rule.heads + 3 * values,
-              12);
+                  rule.heads + 2 * values,
+              11);
   Scratch work(tokens * rule.work_row() * sizeof(float));
 
   char* projected = memory.take(row);
@@ -169,14 +173,10 @@ void mix(const DeltaLayer& layer, const StackStep& step, char* x, size_t threads
   rule.rate = gather(all, layer.rate, true, memory.take(rule.heads)).data;
   rule.out = out;
   rule.work = work.take<float>(tokens * rule.work_row());
-  gated_delta_rule(rule, step.states, threads);
-
-  char* normed = memory.take(values);
-  norm_results(layer, step, out, normed, threads);
   char* product = memory.take(values);
-  gated({type, layer.activation, tokens, values, gate.data, gate.stride, normed, values, product,
-         values},
-        threads);
+  gated_delta_rule(rule, step.states, threads, [&](const StateRun& run, size_t head) {
+    gate_results(layer, type, run, head, gate, out, product);
+  });
   linear(&layer.output, 1, const_rows(product, type, tokens, values),
          rows(x, type, tokens, step.width), threads);
 }

@@ -17,6 +17,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import reference
 from hmt.kernels.cpu import (
     attention,
+    delta_layer,
     elementwise,
     experts,
     linear,
@@ -42,6 +43,7 @@ class CompiledOperations:
         self.add_rms_norm_quantize = partial(elementwise.add_rms_norm_quantize, native)
         self.attend_part = partial(attention.attend_into, native)
         self.causal_conv = partial(recurrent.causal_conv, native)
+        self.delta_layer = partial(delta_layer.delta_layer, native)
         self.dequantize = partial(linear.dequantize, native)
         self.draw = partial(sampling.draw, native)
         self.gated = partial(elementwise.gated, native)

@@ -10,18 +10,17 @@ from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.store import StateRun
-from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES, SIGMOID
+from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.attention import native_pages, native_runs
+from hmt.kernels.cpu.delta_layer import describe_delta, native_states
 from hmt.kernels.cpu.experts import native_expert
 from hmt.kernels.cpu.linear import projections
-from hmt.kernels.cpu.recurrent import MOST_TAPS, run_numbers, slot_stride
+from hmt.kernels.cpu.recurrent import run_numbers
 from hmt.kernels.cpu.sublayers import describe_attention_inputs, native_feed_forward, native_norm
 from hmt.kernels.reference.kv_pages import AttentionMetadata, Pages
-from hmt.kernels.reference.recurrent import DeltaHeads
-from hmt.kernels.reference.sublayers import AttentionInputs, FeedForward, NormOptions
+from hmt.kernels.reference.sublayers import AttentionInputs, DeltaChain, FeedForward, NormOptions
 
 Params = Mapping[str, WeightTensor]
-Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +48,6 @@ class StackAttention:
     post_norm: NormOptions | None
     sinks: Tensor | None = None
     gated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaChain:
-    """What a delta rule's layer computes: see csrc/sublayers/mixers.h.
-
-    inputs         projections of the norm of hidden states; their products lie side by side
-    qkv            which numbers of that row are queries, keys and values: (first, count) of each
-                   span, in this order; likewise gate, rate and decay
-    through_gate   another projection behind that of gates; None for none
-    through_decay  the same of decays
-    activation     of gates, with which the normed results are multiplied: "silu" or "sigmoid"
-    tiled          see layers.GatedDeltaNet
-
-    Uses `norm`, `conv`, `decay_scale`, `decay_bias` and `out_norm` of parameters, besides.
-    """
-
-    heads: DeltaHeads
-    norm: NormOptions
-    inputs: tuple[str, ...]
-    qkv: Spans
-    gate: Spans
-    rate: Spans
-    decay: Spans
-    out_norm: NormOptions
-    activation: str
-    output: str
-    through_gate: str | None = None
-    through_decay: str | None = None
-    tiled: bool = False
-
-    @property
-    def spans(self) -> tuple[Spans, Spans, Spans, Spans]:
-        """Those of queries, keys and values, of gates, of rates and of decays."""
-        return self.qkv, self.gate, self.rate, self.decay
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,42 +182,11 @@ def _describe_attention(native: ModuleType, layer: StackAttention, kept: list[Te
 
 
 def _describe_delta(native: ModuleType, layer: StackDelta, kept: list[Tensor]) -> Any:
-    chain, params, heads = layer.chain, layer.params, layer.chain.heads
-    taps = params["conv"].data.squeeze(1)
-    norms = native_norm(params, "norm", chain.norm), native_norm(params, "out_norm", chain.out_norm)
-    inputs, row = projections(native, params, chain.inputs)
-    output, _ = projections(native, params, (chain.output,))
-    names = chain.through_gate, chain.through_decay
-    behind = [() if name is None else projections(native, params, (name,))[0] for name in names]
-    missing = [name for name, found in zip(names, behind, strict=True) if name and not found]
-    if missing or None in norms or not inputs or not output or taps.shape[1] > MOST_TAPS:
-        return None
-    ends = [first + count for spans in chain.spans for first, count in spans]
-    assert max(ends) <= row and taps.shape[0] == heads.width
-    constants = [
-        part.float().flatten().contiguous()
-        for part in (taps, params["decay_scale"].data, params["decay_bias"].data)
-    ]
-    assert len(constants[1]) == heads.heads and len(constants[2]) == heads.decays_width
+    made, constants = describe_delta(native, layer.params, layer.chain)
     kept += constants
-    tails, matrices = layer.states["conv"], layer.states["matrix"]
-    assert tails.shape[1:] == (taps.shape[1] - 1, heads.width)
-    assert matrices.shape[1:] == (heads.heads, heads.key_dim, heads.value_dim)
-    sizes = heads.key_heads, heads.heads, heads.key_dim, heads.value_dim
-    return native.DeltaLayer(
-        norms[0],
-        inputs,
-        chain.spans,
-        tuple(behind),
-        (*sizes, heads.by_channel, heads.bound, heads.most_rate),
-        taps.shape[1],
-        tuple(part.data_ptr() for part in constants),
-        tuple((state.data_ptr(), slot_stride(state)) for state in (tails, matrices)),
-        norms[1],
-        SIGMOID if chain.activation == "sigmoid" else ACTIVATIONS[chain.activation],
-        chain.tiled,
-        output,
-    )
+    if made is None:
+        return None
+    return native.DeltaLayer(made, native_states(layer.chain, layer.states))
 
 
 def _describe_ffn(native: ModuleType, second: StackFFN) -> Any:

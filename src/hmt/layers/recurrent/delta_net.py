@@ -28,6 +28,7 @@ class GatedDeltaNet:
     apart      grouped, but gates have a projection of their own, which is ordered by head, as is
                that of Q, K and V (GGUF files of Qwen3-Next)
     sigmoid    gates of results are the sigmoid of what is projected, not its silu
+    chain      what kernels need to know to compute the layer in one call; None without a norm
     tiled      gates, and inputs of the last projection, are those of the first head of each key
                head, then of the second of each, and so on (GGUF files of Qwen3.5)
     """
@@ -42,9 +43,11 @@ class GatedDeltaNet:
     tiled: bool = False
     sigmoid: bool = False
     out_norm: RMSNorm = field(init=False)
+    chain: ops.DeltaChain | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_norm", RMSNorm(self.heads.value_dim, self.eps))
+        object.__setattr__(self, "chain", self._chain())
 
     @property
     def state(self) -> LayerState:
@@ -103,9 +106,7 @@ class GatedDeltaNet:
             *linear_params("out", hidden, heads.values_width, f"{at}out_proj"),
         )
 
-    @property
-    def chain(self) -> ops.DeltaChain | None:
-        """What kernels need to know to compute the layer in one call; None without a norm."""
+    def _chain(self) -> ops.DeltaChain | None:
         if self.norm is None:
             return None
         heads = self.heads
@@ -145,9 +146,13 @@ class GatedDeltaNet:
 
         Advances the layer's state in `kv`.  The norm's weight, if any, is `norm` of `params`.
         """
+        state = kv.state(layer, step)
+        if self.chain is not None and state.replay is None:
+            added = ops.delta_layer(hidden, params, self.chain, state.tensors, state.runs)
+            if added is not None:
+                return added
         x = hidden if self.norm is None else self.norm(hidden, params["norm"])
         qkv, gate, rate, decay = self._grouped(x, params) if self.grouped else _each(x, params)
-        state = kv.state(layer, step)
 
         def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
             qkv, decay, rate = inputs
