@@ -36,6 +36,7 @@ void bind_recurrent(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_sublayers(nb::module_& m);
+void bind_stack(nb::module_& m);
 void bind_disk(nb::module_& m);
 
 // items: Weights, or tuples (Weight, address of the bias, its type).  Borrows the Weights.

@@ -99,10 +99,10 @@ void bind_heads(nb::module_& m) {
 void bind_gated(nb::module_& m) {
   m.def("gated", [](Address gate, size_t gate_stride, Address up, size_t up_stride, int type,
                     int activation, size_t tokens, size_t width, Address out, size_t out_stride,
-                    size_t threads) {
+                    bool one_gate, size_t threads) {
     const Gated call{type_of(type), static_cast<Activation>(activation), tokens, width,
                      at<const void>(gate), gate_stride, at<const void>(up), up_stride,
-                     at<void>(out), out_stride};
+                     at<void>(out), out_stride, one_gate};
     compute(tokens * width, [&] { gated(call, threads); });
   });
 }

@@ -11,5 +11,6 @@ NB_MODULE(_native, m) {
   hmt::binding::bind_attention(m);
   hmt::binding::bind_experts(m);
   hmt::binding::bind_sublayers(m);
+  hmt::binding::bind_stack(m);
   hmt::binding::bind_disk(m);
 }

@@ -6,6 +6,7 @@
 #include "attention/attention.h"
 #include "binding/binding.h"
 #include "experts/experts.h"
+#include "recurrent/recurrent.h"
 
 namespace hmt::binding {
 
@@ -50,6 +51,15 @@ struct PageSet {
     return {pages.layout, pages.data + layer * pages.layout.page_bytes(), pages.stride};
   }
 };
+
+// The runs of a step with recurrent state: (slot, offset, length, whether it begins) of each.
+inline std::vector<StateRun> state_runs(const std::vector<size_t>& numbers) {
+  std::vector<StateRun> runs;
+  for (size_t i = 0; i + 3 < numbers.size(); i += 4) {
+    runs.push_back({numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3] != 0});
+  }
+  return runs;
+}
 
 // The runs of a step; borrows their tables.
 struct Runs {

@@ -2,29 +2,17 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "binding/binding.h"
+#include "binding/owned.h"
 #include "recurrent/recurrent.h"
 #include "recurrent/state_space.h"
 
 namespace hmt::binding {
-namespace {
-
-// runs: (slot, offset, length, whether it begins), four numbers for each.
-std::vector<StateRun> runs_of(const std::vector<size_t>& numbers) {
-  std::vector<StateRun> runs;
-  for (size_t i = 0; i + 3 < numbers.size(); i += 4) {
-    runs.push_back({numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3] != 0});
-  }
-  return runs;
-}
-
-}  // namespace
 
 void bind_recurrent(nb::module_& m) {
   m.def("causal_conv", [](Address x, int type, size_t channels, size_t width, size_t stride,
                           Address weight, Address bias, Address tails, size_t slot_stride,
                           Address out, bool gated, const std::vector<size_t>& numbers, size_t threads) {
-    const std::vector<StateRun> runs = runs_of(numbers);
+    const std::vector<StateRun> runs = state_runs(numbers);
     const CausalConv conv{static_cast<DType>(type), channels, width, at<const void>(x), stride,
                           at<const float>(weight), at<const float>(bias), at<float>(tails),
                           slot_stride, at<void>(out), gated};
@@ -36,7 +24,7 @@ void bind_recurrent(nb::module_& m) {
            bool by_channel, float bound, float most_rate, Address decay, Address rate,
            Address decay_scale, Address decay_bias, Address states, size_t slot_stride,
            Address out, Address work, const std::vector<size_t>& numbers, size_t threads) {
-          const std::vector<StateRun> runs = runs_of(numbers);
+          const std::vector<StateRun> runs = state_runs(numbers);
           const auto [key_heads, heads, key_dim, value_dim] = sizes;
           const DeltaRule rule{static_cast<DType>(type), tokens, key_heads, heads, key_dim,
                                value_dim, by_channel, bound, most_rate, at<const void>(qkv),
@@ -60,7 +48,7 @@ void bind_recurrent(nb::module_& m) {
            Address keys, size_t key_stride, Address queries, size_t query_stride, Address decay,
            Address step, Address skip, Address states, size_t slot_stride, Address out,
            const std::vector<size_t>& numbers, size_t threads) {
-          const std::vector<StateRun> runs = runs_of(numbers);
+          const std::vector<StateRun> runs = state_runs(numbers);
           const auto [groups, heads, state_dim, head_dim] = sizes;
           const StateSpaceScan scan{static_cast<DType>(type), groups, heads, state_dim, head_dim,
                                     at<const void>(x), x_stride, at<const void>(keys), key_stride,
@@ -75,7 +63,7 @@ void bind_recurrent(nb::module_& m) {
            const std::vector<std::tuple<Address, size_t>>& rows,
            const std::vector<Address>& constants, Address states, size_t slot_stride, Address out,
            const std::vector<size_t>& numbers, size_t threads) {
-          const std::vector<StateRun> runs = runs_of(numbers);
+          const std::vector<StateRun> runs = state_runs(numbers);
           const auto rows_at = [&](size_t i) {
             return StridedRows{at<const void>(std::get<0>(rows[i])), std::get<1>(rows[i])};
           };

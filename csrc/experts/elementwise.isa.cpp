@@ -27,6 +27,8 @@ void activate(float* x, size_t count, Activation activation) {
       return change(x, count, [](F16v a) { return clamped_swish(a); });
     case Activation::kRelu:
       return change(x, count, [](F16v a) { return relu(a); });
+    case Activation::kSigmoid:
+      return change(x, count, [](F16v a) { return sigmoid(a); });
   }
 }
 

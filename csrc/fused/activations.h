@@ -41,6 +41,11 @@ HMT_INLINE F16v silu(F16v x) {
   return div(x, add(set1(1.0f), exp_full(sub(zero(), x))));
 }
 
+HMT_INLINE F16v sigmoid(F16v x) {
+  const F16v y = min(set1(104.0f), max(set1(-104.0f), x));  // in this order NaN stays
+  return div(fma(y, zero(), set1(1.0f)), add(set1(1.0f), exp_full(sub(zero(), y))));
+}
+
 HMT_INLINE F16v relu(F16v x) { return max(zero(), x); }  // in this order NaN stays
 
 // gpt-oss: what it does to a gate, and to what goes through the gate.

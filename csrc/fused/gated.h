@@ -14,6 +14,7 @@ enum class Activation : int {
   kGeluTanh,  // x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
   kClampedSwish,  // y / (1 + e^-1.702y), y = min(x, 7); `up` becomes 1 + max(-7, min(up, 7))
   kRelu,  // max(x, 0)
+  kSigmoid,  // 1 / (1 + e^-x)
 };
 
 // gate, up and out are [tokens, width] of `type`, with row strides in numbers.
@@ -27,6 +28,7 @@ struct Gated {
   size_t up_stride;
   void* out;
   size_t out_stride;
+  bool one_gate = false;  // a token's only number of `gate` is that of its whole row
 };
 
 // The activation is computed in f32, to some units in the last place, and rounded to `type`; so is

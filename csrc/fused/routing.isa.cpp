@@ -17,10 +17,6 @@ void widen_row(const void* row, size_t count, float* out) {
   }
 }
 
-HMT_INLINE F16v sigmoid(F16v x) {
-  return div(set1(1.0f), add(set1(1.0f), exp_full(sub(zero(), x))));
-}
-
 // scores = sigmoid(logits), ranked = scores + bias.
 void sigmoid_row(const float* logits, const float* bias, size_t count, float* scores,
                  float* ranked) {

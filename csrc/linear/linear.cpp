@@ -14,6 +14,9 @@ namespace {
 
 // Weights of one range of rows: enough work to pay for handing it out, little enough to balance.
 constexpr size_t kRangeBytes = size_t{96} << 10;
+// The least of it: where all of a call's weights are so few that not every thread gets four ranges of
+// more, threads wait for the last one longer than smaller ranges take to hand out.
+constexpr size_t kLeastRangeBytes = size_t{16} << 10;
 // Tokens that a range of rows is multiplied with at a time, so that its results stay in L2.  With
 // 1024 tokens 32 rows times 512 tokens gave 414 GFLOP/s in bf16 and 783 GOP/s in int8, where 16
 // times 256 gave 387 and 702 (4096 x 4096, two Zen 4 cores).
@@ -30,7 +33,8 @@ struct Part {
   size_t first_column;  // of `out`
 };
 
-size_t rows_per_range(const Weight& w, size_t tokens, size_t threads) {
+// `bytes`: of a range's weights, where there are few tokens.
+size_t rows_per_range(const Weight& w, size_t tokens, size_t threads, size_t bytes) {
   const bool panels = w.packing != Packing::kRows;
   if (tokens >= kTokenBlock) {
     // Eight panels share tiles of tokens, four or two where that leaves too few ranges to balance.
@@ -41,7 +45,7 @@ size_t rows_per_range(const Weight& w, size_t tokens, size_t threads) {
     return kRowsForMany;
   }
   const size_t each = std::max<size_t>(1, row_bytes(w));
-  return std::clamp<size_t>(kRangeBytes / each / kPanelRows, 1, 16) * kPanelRows;
+  return std::clamp<size_t>(bytes / each / kPanelRows, 1, 16) * kPanelRows;
 }
 
 void multiply_range(const Part& part, const Inputs& all, size_t first, size_t end,
@@ -80,10 +84,14 @@ Needs needs_of(const Projection* projections, size_t count, const ConstMatrix& x
 void multiply(const Projection* projections, size_t count, const Inputs& inputs, Needs& needs,
               Scratch& scratch, const Matrix& out, size_t threads) {
   std::vector<Part> parts;
-  size_t ranges = 0, column = 0;
+  size_t ranges = 0, column = 0, bytes = 0;
+  for (size_t i = 0; i < count; ++i) {
+    bytes += projections[i].weight->rows * row_bytes(*projections[i].weight);
+  }
+  bytes = std::clamp(bytes / (4 * std::max<size_t>(1, threads)), kLeastRangeBytes, kRangeBytes);
   for (size_t i = 0; i < count; ++i) {
     const Weight& weight = *projections[i].weight;
-    const size_t rows = rows_per_range(weight, inputs.tokens, threads);
+    const size_t rows = rows_per_range(weight, inputs.tokens, threads, bytes);
     Part part{projections + i, nullptr, 0, rows, ranges, column};
     part.arranged = needs.arranged(i, weight, inputs, part.arranged_bytes, scratch, threads);
     ranges += (weight.rows + part.rows_per_range - 1) / part.rows_per_range;

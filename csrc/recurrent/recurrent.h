@@ -5,6 +5,8 @@
 // their matrices: a part of the state stays in the cache of one core for all tokens of a run.
 #pragma once
 
+#include <functional>
+
 #include "base/dtype.h"
 #include "base/isa.h"
 
@@ -83,10 +85,17 @@ struct DeltaRule {
 // What a thread takes at a time.  Rows of thousands of channels are so many pages apart that 64
 // channels of 512 tokens took ten times as long as whole rows.
 constexpr size_t kConvTokens = 8, kConvChannels = 1024;
+// With few tokens, which are no pages apart: so many that threads share what one would take 20
+// microseconds for.
+constexpr size_t kConvFewChannels = 512;
 constexpr size_t kDeltaColumns = 64;  // of a head's matrix
 
 void causal_conv(const CausalConv& conv, StateRuns runs, size_t threads);
+// after   if given, called with a run and a head once that head's results of all tokens of the run are
+//         there, on the thread that computed them
 void gated_delta_rule(const DeltaRule& rule, StateRuns runs, size_t threads);
+void gated_delta_rule(const DeltaRule& rule, StateRuns runs, size_t threads,
+                      const std::function<void(const StateRun&, size_t)>& after);
 
 struct RecurrentKernels {
   // Channels [begin, end) of tokens [first, last) of one run.

@@ -5,6 +5,7 @@
 #include "fused/norm.h"
 #include "fused/rotary.h"
 #include "linear/inputs.h"
+#include "sublayers/normed.h"
 
 namespace hmt {
 namespace {
@@ -41,7 +42,17 @@ class Workspace {
   char* data_;
 };
 
-// A norm of whole tokens whose rows follow each other without a gap.
+// A norm of `heads` heads, `stride` numbers apart, from number `first` of a row on; in place.
+void norm_heads(const NormWeight& weight, DType type, size_t tokens, size_t row, size_t first,
+                size_t heads, size_t stride, size_t dim, void* all, size_t threads) {
+  char* x = offset(all, first, type);
+  rms_norm({type, tokens, heads, dim, x, row, stride, x, row, stride, weight.weight, weight.type,
+            weight.eps, weight.offset, nullptr},
+           threads);
+}
+
+}  // namespace
+
 Norm norm_rows(const NormWeight& weight, DType type, size_t tokens, size_t width, const void* x,
                void* out, void* residual) {
   return {type,  tokens, 1,     width,         x,           width,      0,
@@ -49,18 +60,6 @@ Norm norm_rows(const NormWeight& weight, DType type, size_t tokens, size_t width
           residual};
 }
 
-// A norm of `heads` heads from head `first` on, in place.
-void norm_heads(const NormWeight& weight, DType type, size_t tokens, size_t row, size_t first,
-                size_t heads, size_t dim, void* all, size_t threads) {
-  char* x = offset(all, first * dim, type);
-  rms_norm({type, tokens, heads, dim, x, row, dim, x, row, dim, weight.weight, weight.type,
-            weight.eps, weight.offset, nullptr},
-           threads);
-}
-
-// The norm of x (after it was added to the residual, where there is one), times all projections.
-// Where all of these take int8 activations in one form, the norm writes them while it has the row at
-// hand.
 void normed_linear(const Norm& norm, const std::vector<Projection>& projections, const Matrix& out,
                    size_t threads) {
   bool codes_only = true;
@@ -78,23 +77,22 @@ void normed_linear(const Norm& norm, const std::vector<Projection>& projections,
       [&](const CodeRows& rows) { rms_norm_quantize(norm, rows, threads); }, threads);
 }
 
-}  // namespace
-
 void attention_inputs(const AttentionInputs& layer, const ConstMatrix& hidden, const Angles& angles,
                       void* heads, size_t threads) {
   const DType type = hidden.type;
   const size_t tokens = hidden.rows, dim = layer.dim;
   const Workspace own(tokens * hidden.columns, type, threads);
-  const size_t row = (layer.heads + 2 * layer.kv_heads) * dim;
+  const size_t row = layer.row(), stride = layer.query_stride();
   const Norm norm = norm_rows(layer.norm, type, tokens, hidden.columns, hidden.data, own.data(),
                               nullptr);
   normed_linear(norm, layer.projections, {heads, type, tokens, row, row}, threads);
   if (layer.head_norms) {
-    norm_heads(layer.query_norm, type, tokens, row, 0, layer.heads, dim, heads, threads);
-    norm_heads(layer.key_norm, type, tokens, row, layer.heads, layer.kv_heads, dim, heads, threads);
+    norm_heads(layer.query_norm, type, tokens, row, 0, layer.heads, stride, dim, heads, threads);
+    norm_heads(layer.key_norm, type, tokens, row, layer.heads * stride, layer.kv_heads, dim, dim,
+               heads, threads);
   }
-  char* key = offset(heads, layer.heads * dim, type);
-  const Heads groups[2] = {{layer.heads, dim, heads, row, dim, heads, row, dim},
+  char* key = offset(heads, layer.heads * stride, type);
+  const Heads groups[2] = {{layer.heads, dim, heads, row, stride, heads, row, stride},
                            {layer.kv_heads, dim, key, row, dim, key, row, dim}};
   rotate({type, tokens, angles.turned, angles.cos, angles.sin, false, groups, 2}, threads);
 }

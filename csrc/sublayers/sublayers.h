@@ -21,13 +21,19 @@ struct NormWeight {
 };
 
 // What attention begins with: a norm, the projections of queries, keys and values, norms of their
-// heads where `head_norms` says so, and their rotation.
+// heads where `head_norms` says so, and their rotation.  Where `gated`, each head's query is followed
+// by its gate.
 struct AttentionInputs {
   NormWeight norm;
   std::vector<Projection> projections;  // query, key, value
   size_t heads, kv_heads, dim;
   bool head_norms;
   NormWeight query_norm, key_norm;  // [dim]
+  bool gated = false;
+
+  // Numbers from one query to the next, and of a token.
+  size_t query_stride() const { return gated ? 2 * dim : dim; }
+  size_t row() const { return heads * query_stride() + 2 * kv_heads * dim; }
 };
 
 // Cosines and sines as in fused/rotary.h.
@@ -38,7 +44,7 @@ struct Angles {
 };
 
 // hidden  [tokens, width], rows without a gap
-// heads   [tokens, heads + 2 kv_heads, dim] of hidden's type: queries, keys, values
+// heads   [tokens, row()] of hidden's type: queries (and gates), keys, values
 void attention_inputs(const AttentionInputs& layer, const ConstMatrix& hidden, const Angles& angles,
                       void* heads, size_t threads);
 

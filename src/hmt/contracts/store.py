@@ -256,6 +256,13 @@ class KVCache(Protocol):
         """
         ...
 
+    def kernel_state(self, layer: int) -> Mapping[str, torch.Tensor] | None:
+        """The tensors of a layer's recurrent state, as in `RecurrentState`.
+
+        None where the cache's pages do not all lie in memory.  Valid as long as the cache.
+        """
+        ...
+
     def kernel_place(self, layer: int, step: Step) -> tuple[Any, int, Any] | None:
         """A layer's pages, its place among them, and the step's runs, for a layer without window.
 

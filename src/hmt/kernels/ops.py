@@ -16,15 +16,25 @@ from torch import Tensor
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.backend_registry import backend_of, host_backend
-from hmt.kernels.cpu.stack import Stack, StackAttention, StackExperts, StackFFN, StackLayer
+from hmt.kernels.cpu.stack import (
+    Stack,
+    StackAttention,
+    StackDelta,
+    StackExperts,
+    StackFFN,
+    StackLayer,
+    StackMixer,
+)
 from hmt.kernels.reference import (
     ATTENTION_WORKSPACE_BYTES,
     AttentionInputs,
+    DeltaChain,
     DeltaHeads,
     Expert,
     FeedForward,
     LogitStats,
     NormOptions,
+    Spans,
     StateRuns,
     attention_output,
     merge_attention,
@@ -85,6 +95,7 @@ append_attend_pages = by_device_of("heads", reference.append_attend_pages)
 attention_inputs = by_device_of("hidden", reference.attention_inputs)
 
 causal_conv = by_device_of("x", reference.causal_conv)
+delta_layer = by_device_of("hidden", reference.delta_layer)
 gated_delta_rule = by_device_of("qkv", reference.gated_delta_rule)
 selective_scan = by_device_of("x", reference.selective_scan)
 state_space_scan = by_device_of("x", reference.state_space_scan)

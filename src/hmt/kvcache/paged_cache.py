@@ -167,6 +167,11 @@ class PagedKV:
         kept = self._layers[layer]
         return kept.pages, kept.slot, kept.window
 
+    def kernel_state(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """See KVCache."""
+        assert self._state is not None
+        return self._state.tensors(layer)
+
     def kernel_metadata(self, step: Step) -> ops.AttentionMetadata:
         """See KVCache."""
         return self._runs_of(step)

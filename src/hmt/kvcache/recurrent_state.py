@@ -95,6 +95,10 @@ class StateStore:
             replay = partial(self._replay, self._journal.of(layer), tensors)
         return RecurrentState(tensors, self._runs, replay)
 
+    def tensors(self, layer: int) -> Mapping[str, torch.Tensor]:
+        """Of all slots, as `RecurrentState` has them."""
+        return self._layers[layer]
+
     def begin(self, step: Step) -> None:
         """Layers will advance the state by the tokens of `step`; once for all steps of its runs."""
         if self._segments is not step.segments:

@@ -57,6 +57,10 @@ class SplitKVCache:
         """See KVCache."""
         return self._of(layer).kernel_pages(layer)
 
+    def kernel_state(self, layer: int) -> Mapping[str, torch.Tensor] | None:
+        """See KVCache."""
+        return self._of(layer).kernel_state(layer)
+
     def kernel_place(
         self, layer: int, step: Step
     ) -> tuple[ops.Pages, int, ops.AttentionMetadata] | None:

@@ -7,12 +7,14 @@ from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, ResidentBlock, Weights
+from hmt.contracts.store import KVCache, ResidentBlock, StateRun, Weights
 from hmt.kernels import ops
 from hmt.layers.attention import Attention
 from hmt.layers.ffn import GatedFFN, ResidualFFN
+from hmt.layers.gated import GatedAttention
 from hmt.layers.moe import SoftmaxRouter
 from hmt.layers.norm import RMSNorm
+from hmt.layers.recurrent import DeltaAttention, GatedDeltaNet
 from hmt.layers.rope import Rotary
 
 _MOST_TOKENS = 64  # of a step; with more, what Python takes is a small part
@@ -20,23 +22,37 @@ _MOST_TOKENS = 64  # of a step; with more, what Python takes is a small part
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The second half of a sparse layer: x = norm(hidden += x); hidden += the chosen experts."""
+    """The second half of a sparse layer: x = norm(hidden += x); hidden += the chosen experts.
+
+    shared        an expert that all tokens share, whose result is added to theirs; None for none
+    shared_gated  the sigmoid of what `shared_gate` gives is multiplied with its result
+    """
 
     norm: RMSNorm
     router: SoftmaxRouter
     expert: GatedFFN
+    shared: GatedFFN | None = None
+    shared_gated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FusableLayer:
-    """What a family's `layer` computes, where it is attention and then an FFN or experts.
+    """What a family's `layer` computes, where it is a mixer and then an FFN or experts.
 
+    mixer       attention, or what has recurrent state
     post_norm   of what attention adds; None for none
     """
 
-    attention: Attention
+    mixer: Attention | GatedAttention | GatedDeltaNet | DeltaAttention
     second: ResidualFFN | Experts
     post_norm: RMSNorm | None = None
+
+    @property
+    def attention(self) -> Attention | None:
+        """The mixer's attention; None where it is recurrent."""
+        if isinstance(self.mixer, GatedAttention):
+            return self.mixer.attention
+        return self.mixer if isinstance(self.mixer, Attention) else None
 
 
 class FusedLayers:
@@ -60,6 +76,8 @@ class FusedLayers:
         sparse = [n for n, layer in enumerate(layers, first) if isinstance(layer.second, Experts)]
         self._uses = dict(zip(sparse, stack.uses, strict=True))
         self._rotaries = _rotaries(layers)
+        recurrent = (n for n, layer in enumerate(layers, first) if layer.attention is None)
+        self._recurrent = next(recurrent, None)
         self._weights = weights
         self._kv = kv
         self._always_bytes = always_bytes
@@ -75,12 +93,12 @@ class FusedLayers:
         always_bytes = expert_bytes = 0
         for index, layer in enumerate(layers, first):
             found = _Blocks.find(index, layer, weights)
-            place = kv.kernel_pages(index)
-            if found is None or place is None:
+            mixer = None if found is None else _describe_mixer(index, layer, found, kv, rotaries)
+            if found is None or mixer is None:
                 return None
             always_bytes += found.always_bytes
             expert_bytes = found.expert_bytes or expert_bytes
-            described.append(_describe(layer, found, place, rotaries.index(layer.attention.rotary)))
+            described.append((mixer, _describe_second(layer.second, found)))
         stack = ops.stack(described)
         if stack is None:
             return None
@@ -94,12 +112,19 @@ class FusedLayers:
     def __call__(self, hidden: Tensor, step: Step) -> bool:
         """Change hidden [tokens, hidden_size] as the layers do, and append to the KV.
 
-        False, and nothing done, for a step of many tokens.
+        False, and nothing done, for a step of many tokens, or one whose states are behind their
+        sequences.
         """
         if len(hidden) > _MOST_TOKENS or not hidden.is_contiguous():
             return False
+        states: Sequence[StateRun] = ()
+        if self._recurrent is not None:
+            state = self._kv.state(self._recurrent, step)
+            if state.replay is not None or not all(run.advances for run in state.runs):
+                return False
+            states = state.runs
         angles = [rotary.cos_sin(step) for rotary in self._rotaries]
-        experts = self._stack.run(hidden, self._kv.kernel_metadata(step), angles)
+        experts = self._stack.run(hidden, self._kv.kernel_metadata(step), angles, states)
         self._weights.count(self._always_bytes + experts * self._expert_bytes)
         return True
 
@@ -136,36 +161,53 @@ class _Blocks:
 
 def _rotaries(layers: Sequence[FusableLayer]) -> list[Rotary]:
     """All that turn heads, each once."""
-    return list(dict.fromkeys(layer.attention.rotary for layer in layers))
+    attentions = (layer.attention for layer in layers)
+    return list(dict.fromkeys(own.rotary for own in attentions if own is not None))
 
 
-def _describe(
-    layer: FusableLayer, found: _Blocks, place: tuple[ops.Pages, int, int], angles: int
-) -> ops.StackLayer:
+def _describe_mixer(
+    index: int, layer: FusableLayer, found: _Blocks, kv: KVCache, rotaries: Sequence[Rotary]
+) -> ops.StackMixer | None:
+    """None where the layer's pages or its state may move, or kernels have no such layer."""
+    mixer, params = layer.mixer, found.attention.params
+    if isinstance(mixer, GatedDeltaNet | DeltaAttention):
+        chain, states = mixer.chain, kv.kernel_state(index)
+        if chain is None or states is None:
+            return None
+        return ops.StackDelta(chain, params, states)
+    attention, place = layer.attention, kv.kernel_pages(index)
+    if attention is None or place is None:
+        return None
     pages, number, window = place
-    attention, post_norm = layer.attention, layer.post_norm
-    described = ops.StackAttention(
+    return ops.StackAttention(
         attention.inputs,
-        found.attention.params,
-        angles,
+        params,
+        rotaries.index(attention.rotary),
         pages,
         number,
         attention.scale,
         window,
         attention.softcap,
-        None if post_norm is None else post_norm.options,
-        attention.sinks_of(found.attention.params),
+        None if layer.post_norm is None else layer.post_norm.options,
+        attention.sinks_of(params),
+        gated=isinstance(mixer, GatedAttention),
     )
-    second = layer.second
+
+
+def _describe_second(
+    second: ResidualFFN | Experts, found: _Blocks
+) -> ops.StackFFN | ops.StackExperts:
     if isinstance(second, ResidualFFN):
-        return described, ops.StackFFN(second.layer, found.second.params)
+        return ops.StackFFN(second.layer, found.second.params)
     router = second.router
     experts = [expert.params for expert in found.experts]
-    return described, ops.StackExperts(
+    return ops.StackExperts(
         second.norm.options,
         router.top_k,
         router.renormalise,
         second.expert.activation,
         found.second.params,
         experts,
+        None if second.shared is None else second.shared.activation,
+        second.shared_gated,
     )

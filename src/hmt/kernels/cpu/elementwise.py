@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hmt.kernels import reference
-from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
+from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES, SIGMOID
 
 # As in csrc/linear/kernels.h: rows of codes are padded to a multiple of so many.
 _CODE_PAD = 64
@@ -227,7 +227,27 @@ def gated(native: ModuleType, gate: Tensor, up: Tensor, activation: str) -> Tens
     ):
         return reference.gated(gate, up, activation)
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _gate(native, gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out, activation)
+    function = ACTIVATIONS[activation]
+    _gate(native, gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out, function)
+    return out
+
+
+def sigmoid_gated(native: ModuleType, x: Tensor, gate: Tensor) -> Tensor:
+    """`reference.sigmoid_gated` by the extension."""
+    dtype = x.dtype
+    if (
+        dtype not in DTYPES
+        or gate.dtype is not dtype
+        or x.dim() != 2
+        or gate.shape not in (x.shape, (len(x), 1))
+        or x.stride(1) != 1
+        or gate.stride(1) != 1
+    ):
+        return reference.sigmoid_gated(x, gate)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    one_gate = gate.shape[1] != x.shape[1]
+    rows = gate.data_ptr(), gate.stride(0), x.data_ptr(), x.stride(0)
+    _gate(native, *rows, out, SIGMOID, one_gate=one_gate)
     return out
 
 
@@ -244,7 +264,7 @@ def gated_pair(native: ModuleType, gate_up: Tensor, activation: str) -> Tensor:
     out = torch.empty((tokens, both // 2), dtype=gate_up.dtype)
     stride, address = gate_up.stride(0), gate_up.data_ptr()
     up = address + both // 2 * gate_up.element_size()
-    _gate(native, address, stride, up, stride, out, activation)
+    _gate(native, address, stride, up, stride, out, ACTIVATIONS[activation])
     return out
 
 
@@ -255,7 +275,9 @@ def _gate(
     up: int,
     up_stride: int,
     out: Tensor,
-    activation: str,
+    activation: int,
+    *,
+    one_gate: bool = False,
 ) -> None:
     tokens, width = out.shape
     native.gated(
@@ -264,11 +286,12 @@ def _gate(
         up,
         up_stride,
         DTYPES[out.dtype],
-        ACTIVATIONS[activation],
+        activation,
         tokens,
         width,
         out.data_ptr(),
         width,
+        one_gate,
         torch.get_num_threads(),
     )
 

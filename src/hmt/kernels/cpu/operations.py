@@ -17,6 +17,7 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.kernels import reference
 from hmt.kernels.cpu import (
     attention,
+    delta_layer,
     elementwise,
     experts,
     index_selection,
@@ -43,6 +44,7 @@ class CompiledOperations:
         self.add_rms_norm_quantize = partial(elementwise.add_rms_norm_quantize, native)
         self.attend_part = partial(attention.attend_into, native)
         self.causal_conv = partial(recurrent.causal_conv, native)
+        self.delta_layer = partial(delta_layer.delta_layer, native)
         self.dequantize = partial(linear.dequantize, native)
         self.draw = partial(sampling.draw, native)
         self.gated = partial(elementwise.gated, native)
@@ -65,6 +67,7 @@ class CompiledOperations:
         self.selected_attention = partial(reference.selected_attention, attend=self.attention)
         self.selective_scan = partial(recurrent.selective_scan, native)
         self.stack = partial(stack.stack, native)
+        self.sigmoid_gated = partial(elementwise.sigmoid_gated, native)
         self.state_space_scan = partial(recurrent.state_space_scan, native)
         self.time_steps = partial(recurrent.time_steps, native)
 

@@ -16,7 +16,7 @@ from hmt.kernels import reference
 from hmt.kernels.cpu.abi import DTYPES
 from hmt.kernels.reference import DeltaHeads
 
-_MOST_TAPS = 64  # kWidest in csrc/recurrent
+MOST_TAPS = 64  # kWidest in csrc/recurrent
 _MOST_STATES = 256  # kRows there: numbers of a channel's state
 
 
@@ -31,7 +31,7 @@ def causal_conv(
     gated: bool = True,
 ) -> Tensor:
     """`reference.causal_conv` by the extension."""
-    if x.dtype not in DTYPES or x.stride(1) != 1 or weight.shape[1] > _MOST_TAPS:
+    if x.dtype not in DTYPES or x.stride(1) != 1 or weight.shape[1] > MOST_TAPS:
         return reference.causal_conv(x, weight, tails, runs, bias=bias, gated=gated)
     channels, width = weight.shape
     assert x.shape[1] == channels and tails.shape[1:] == (width - 1, channels)
@@ -48,10 +48,10 @@ def causal_conv(
             taps.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             tails.data_ptr(),
-            _slot_stride(tails),
+            slot_stride(tails),
             out.data_ptr(),
             gated,
-            _numbers(runs),
+            run_numbers(runs),
             torch.get_num_threads(),
         )
     return out
@@ -96,10 +96,10 @@ def gated_delta_rule(
             scale.data_ptr(),
             bias.data_ptr(),
             states.data_ptr(),
-            _slot_stride(states),
+            slot_stride(states),
             out.data_ptr(),
             work.data_ptr(),
-            _numbers(runs),
+            run_numbers(runs),
             torch.get_num_threads(),
         )
     return out
@@ -174,9 +174,9 @@ def state_space_scan(
             0 if step is None else step.data_ptr(),
             0 if skip is None else skip.data_ptr(),
             states.data_ptr(),
-            _slot_stride(states),
+            slot_stride(states),
             out.data_ptr(),
-            _numbers(runs),
+            run_numbers(runs),
             torch.get_num_threads(),
         )
     return out
@@ -214,9 +214,9 @@ def selective_scan(
             [(t.data_ptr(), t.stride(0)) for t in (x, raw, keys, queries)],
             [t.data_ptr() for t in constants],
             states.data_ptr(),
-            _slot_stride(states),
+            slot_stride(states),
             out.data_ptr(),
-            _numbers(runs),
+            run_numbers(runs),
             torch.get_num_threads(),
         )
     return out
@@ -237,12 +237,12 @@ def _advancing(states: Tensor, runs: Sequence[StateRun]) -> Iterator[None]:
         states[slots] = before
 
 
-def _slot_stride(states: Tensor) -> int:
+def slot_stride(states: Tensor) -> int:
     """Numbers between two slots, each of which is contiguous and in f32."""
     assert states.dtype is torch.float32 and states[0].is_contiguous()
     return states.stride(0)
 
 
-def _numbers(runs: Sequence[StateRun]) -> list[int]:
+def run_numbers(runs: Sequence[StateRun]) -> list[int]:
     """Four numbers for each run."""
     return [n for run in runs for n in (run.slot, run.offset, run.length, int(run.begins))]

@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.store import StateRun
 from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
 from hmt.kernels.cpu.attention import native_pages, native_runs
+from hmt.kernels.cpu.delta_layer import describe_delta, native_states
 from hmt.kernels.cpu.experts import native_expert
 from hmt.kernels.cpu.linear import projections
-from hmt.kernels.cpu.sublayers import native_attention_inputs, native_feed_forward, native_norm
+from hmt.kernels.cpu.recurrent import run_numbers
+from hmt.kernels.cpu.sublayers import describe_attention_inputs, native_feed_forward, native_norm
 from hmt.kernels.reference.kv_pages import AttentionMetadata, Pages
-from hmt.kernels.reference.sublayers import AttentionInputs, FeedForward, NormOptions
+from hmt.kernels.reference.sublayers import AttentionInputs, DeltaChain, FeedForward, NormOptions
 
 Params = Mapping[str, WeightTensor]
 
@@ -27,6 +30,8 @@ class StackAttention:
     Uses `o_proj` of `params` besides what `attention_inputs` uses, and `post_norm` where there is
     one.
 
+    gated    each head's query in `q_proj` is followed by a gate, with whose sigmoid results are
+             multiplied
     angles   which of the step's cosines and sines turn its heads
     place    its own place among the layers of `pages`
     sinks    f32 [q_heads], contiguous: see `reference.attention`; None for none
@@ -42,6 +47,16 @@ class StackAttention:
     softcap: float
     post_norm: NormOptions | None
     sinks: Tensor | None = None
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StackDelta:
+    """A delta rule's layer, its parameters, and its state: `matrix` and `conv` of `states`."""
+
+    chain: DeltaChain
+    params: Params
+    states: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,10 @@ class StackExperts:
     """A sparse layer's second half: the top_k of a softmax over `router`'s logits.
 
     Uses `norm` and `router` of `params`; experts are numbered by their place in `experts`.
+
+    shared        activation of an expert that all tokens share, whose projections are
+                  shared_gate_proj and so on; None for none
+    shared_gated  the sigmoid of what `shared_gate` gives is multiplied with its result
     """
 
     norm: NormOptions
@@ -65,9 +84,12 @@ class StackExperts:
     activation: str
     params: Params
     experts: Sequence[Params]
+    shared: str | None = None
+    shared_gated: bool = False
 
 
-StackLayer = tuple[StackAttention, StackFFN | StackExperts]
+StackMixer = StackAttention | StackDelta
+StackLayer = tuple[StackMixer, StackFFN | StackExperts]
 
 
 class Stack:
@@ -94,17 +116,23 @@ class Stack:
         self.uses = self._uses[: sum(experts)].split(list(experts))
 
     def run(
-        self, hidden: Tensor, runs: AttentionMetadata, angles: Sequence[tuple[Tensor, Tensor]]
+        self,
+        hidden: Tensor,
+        runs: AttentionMetadata,
+        angles: Sequence[tuple[Tensor, Tensor]],
+        states: Sequence[StateRun],
     ) -> int:
         """Change hidden [tokens, width] as the layers do.  Returns how many experts were read.
 
         hidden   contiguous, in a dtype that the extension has
         angles   cosines and sines as for `rope`, f32 and contiguous
+        states   the runs of recurrent layers, all of which advance
         """
         tokens, width = hidden.shape
         experts: int = self._native.run(
             native_runs(self._extension, runs),
             tuple((cos.data_ptr(), sin.data_ptr(), cos.shape[1]) for cos, sin in angles),
+            run_numbers(states),
             hidden.data_ptr(),
             DTYPES[hidden.dtype],
             tokens,
@@ -117,47 +145,73 @@ class Stack:
 
 def stack(native: ModuleType, layers: Sequence[StackLayer]) -> Stack | None:
     """The layers' `Stack`; None where the extension has no kernel for a part of them."""
-    described = [_describe(native, *layer) for layer in layers]
-    if None in described:
-        return None
+    kept: list[Tensor] = []
+    described = []
+    for mixer, second in layers:
+        if isinstance(mixer, StackAttention):
+            before = _describe_attention(native, mixer, kept)
+        else:
+            before = _describe_delta(native, mixer, kept)
+        if isinstance(second, StackFFN):
+            after = _describe_ffn(native, second)
+        else:
+            after = _describe_experts(native, second)
+        if before is None or after is None:
+            return None
+        described.append((before, after))
     experts = [len(second.experts) for _, second in layers if isinstance(second, StackExperts)]
-    kept = [attention.sinks for attention, _ in layers if attention.sinks is not None]
     return Stack(native, tuple(described), experts, kept)
 
 
-def _describe(
-    native: ModuleType, attention: StackAttention, second: StackFFN | StackExperts
-) -> tuple[Any, ...] | None:
-    params = attention.params
-    inputs = native_attention_inputs(native, params, attention.inputs)
+def _describe_attention(native: ModuleType, layer: StackAttention, kept: list[Tensor]) -> Any:
+    params = layer.params
+    inputs = describe_attention_inputs(native, params, layer.inputs, gated=layer.gated)
     output, _ = projections(native, params, ("o_proj",))
-    post_norm = native_norm(params, "post_norm", attention.post_norm)
-    if isinstance(second, StackFFN):
-        after = native_feed_forward(native, second.params, second.layer)
-    else:
-        after = _describe_experts(native, second)
-    if inputs is None or not output or post_norm is None or after is None:
+    post_norm = native_norm(params, "post_norm", layer.post_norm)
+    if inputs is None or not output or post_norm is None:
         return None
-    sinks = 0 if attention.sinks is None else attention.sinks.data_ptr()
-    options = attention.scale, attention.window, attention.softcap, sinks
-    return (
-        inputs,
-        attention.angles,
-        native_pages(native, attention.pages),
-        attention.place,
-        options,
-        native.Projections(output),
-        post_norm,
-        after,
+    sinks = 0
+    if layer.sinks is not None:
+        kept.append(layer.sinks)
+        sinks = layer.sinks.data_ptr()
+    options = layer.scale, layer.window, layer.softcap, sinks
+    pages = native_pages(native, layer.pages)
+    return native.AttentionLayer(
+        inputs, layer.angles, pages, layer.place, options, output, post_norm
     )
 
 
-def _describe_experts(native: ModuleType, second: StackExperts) -> Any:
-    norm = native_norm(second.params, "norm", second.norm)
-    router, rows = projections(native, second.params, ("router",))
-    experts = [native_expert(native, index, params) for index, params in enumerate(second.experts)]
-    if not router or norm is None or None in experts or second.activation not in ACTIVATIONS:
+def _describe_delta(native: ModuleType, layer: StackDelta, kept: list[Tensor]) -> Any:
+    made, constants = describe_delta(native, layer.params, layer.chain)
+    kept += constants
+    if made is None:
         return None
-    assert rows == len(experts)
+    return native.DeltaLayer(made, native_states(layer.chain, layer.states))
+
+
+def _describe_ffn(native: ModuleType, second: StackFFN) -> Any:
+    if not second.layer.is_usual or "gate_proj" not in second.params:
+        return None
+    return native_feed_forward(native, second.params, second.layer)
+
+
+def _describe_experts(native: ModuleType, second: StackExperts) -> Any:
+    params, names = second.params, ["router"]
+    shared: tuple[Any, ...] = ()
+    if second.shared is not None:
+        names += ["shared_gate"] if second.shared_gated else []
+        names += ["shared_gate_proj", "shared_up_proj"]
+        down, _ = projections(native, params, ("shared_down_proj",))
+        if not down or second.shared not in ACTIVATIONS:
+            return None
+        shared = second.shared_gated, ACTIVATIONS[second.shared], down
+    norm = native_norm(params, "norm", second.norm)
+    inputs, _ = projections(native, params, tuple(names))
+    experts = [native_expert(native, index, params) for index, params in enumerate(second.experts)]
+    if not inputs or norm is None or None in experts or second.activation not in ACTIVATIONS:
+        return None
+    assert params["router"].shape[0] == len(experts)
     activation = ACTIVATIONS[second.activation]
-    return native.SparseLayer(norm, router, second.top_k, second.renormalise, activation, experts)
+    return native.SparseLayer(
+        norm, inputs, second.top_k, second.renormalise, activation, experts, shared
+    )

@@ -92,7 +92,7 @@ def feed_forward(
 
 def native_attention_inputs(native: ModuleType, params: Params, layer: AttentionInputs) -> Any:
     """The extension's own description, made once; None where it has no kernel for a part of it."""
-    return _made(native, params, layer, _describe_attention_inputs)
+    return _made(native, params, layer, describe_attention_inputs)
 
 
 def native_feed_forward(native: ModuleType, params: Params, layer: FeedForward) -> Any:
@@ -108,7 +108,10 @@ def _made(native: ModuleType, params: Params, layer: Any, describe: Callable[...
     return known[1]
 
 
-def _describe_attention_inputs(native: ModuleType, params: Params, layer: AttentionInputs) -> Any:
+def describe_attention_inputs(
+    native: ModuleType, params: Params, layer: AttentionInputs, *, gated: bool = False
+) -> Any:
+    """As `native_attention_inputs`, made anew; `gated`: queries are followed by their gates."""
     inputs, rows = projections(native, params, QUERY_KEY_VALUE)
     norms = (
         native_norm(params, "norm", layer.norm),
@@ -117,8 +120,10 @@ def _describe_attention_inputs(native: ModuleType, params: Params, layer: Attent
     )
     if not inputs or None in norms:
         return None
-    assert rows == (layer.heads + 2 * layer.kv_heads) * layer.head_dim
-    return native.AttentionInputs(inputs, layer.heads, layer.kv_heads, layer.head_dim, *norms)
+    queries = 2 * layer.heads if gated else layer.heads
+    assert rows == (queries + 2 * layer.kv_heads) * layer.head_dim
+    sizes = layer.heads, layer.kv_heads, layer.head_dim
+    return native.AttentionInputs(inputs, *sizes, *norms, gated)
 
 
 def _describe_feed_forward(native: ModuleType, params: Params, layer: FeedForward) -> Any:

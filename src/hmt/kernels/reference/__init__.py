@@ -90,12 +90,15 @@ from hmt.kernels.reference.sampling import LogitStats, draw, largest, logit_stat
 from hmt.kernels.reference.state_space import selective_scan, state_space_scan, time_steps
 from hmt.kernels.reference.sublayers import (
     AttentionInputs,
+    DeltaChain,
     FeedForward,
     LatentLayer,
     NormOptions,
+    Spans,
     add_latent_attention,
     append_attend_pages,
     attention_inputs,
+    delta_layer,
     feed_forward,
     linear_gated,
     linear_many_float,

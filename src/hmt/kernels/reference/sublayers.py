@@ -4,19 +4,23 @@ Each is a chain of other operations, rounded where those round, so kernels may c
 number of calls.  `kernels` says whose operations are chained, those of this package by default.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.store import StateRun
 from hmt.kernels.reference import elementwise, matmul
 from hmt.kernels.reference.attention import paged_attention_output
 from hmt.kernels.reference.kv_pages import AttentionMetadata, Pages, append_pages
+from hmt.kernels.reference.recurrent import DeltaHeads
 
 QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
+
+Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,41 @@ class LatentLayer:
     interleaved: bool
     inner_norm: NormOptions
     names: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaChain:
+    """What a delta rule's layer computes, one for each model, kept: see csrc/sublayers/mixers.h.
+
+    inputs         projections of the norm of hidden states; their products lie side by side
+    qkv            which numbers of that row are queries, keys and values: (first, count) of each
+                   span, in this order; likewise gate, rate and decay
+    through_gate   another projection behind that of gates; None for none
+    through_decay  the same of decays
+    activation     of gates, with which the normed results are multiplied: "silu" or "sigmoid"
+    tiled          see layers.GatedDeltaNet
+
+    Uses `norm`, `conv`, `decay_scale`, `decay_bias` and `out_norm` of parameters, besides.
+    """
+
+    heads: DeltaHeads
+    norm: NormOptions
+    inputs: tuple[str, ...]
+    qkv: Spans
+    gate: Spans
+    rate: Spans
+    decay: Spans
+    out_norm: NormOptions
+    activation: str
+    output: str
+    through_gate: str | None = None
+    through_decay: str | None = None
+    tiled: bool = False
+
+    @property
+    def spans(self) -> tuple[Spans, Spans, Spans, Spans]:
+        """Those of queries, keys and values, of gates, of rates and of decays."""
+        return self.qkv, self.gate, self.rate, self.decay
 
 
 class _Reference:
@@ -182,6 +221,23 @@ def add_latent_attention(
     nothing done, where there is no kernel, or not for these runs: plain torch has none.
     """
     return False
+
+
+def delta_layer(
+    hidden: Tensor,
+    params: Mapping[str, WeightTensor],
+    chain: DeltaChain,
+    states: Mapping[str, Tensor],
+    runs: Sequence[StateRun],
+) -> Tensor | None:
+    """What a delta rule's layer gives for the norm of hidden [tokens, width], same shape and dtype.
+
+    states   `matrix` and `conv`, which change, as for `gated_delta_rule` and `causal_conv`
+    runs     all advance
+    None, and nothing done, where there is no kernel, or not for so many tokens: plain torch has
+    none.
+    """
+    return None
 
 
 def append_attend_pages(

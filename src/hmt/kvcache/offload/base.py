@@ -1,6 +1,7 @@
 """What caches have in common whose pages lie in several places, and those of windows in rings."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -88,6 +89,10 @@ class OffloadedKVBase(ABC, KVCache):
         return self.attend(layer, step, query, **options).flatten(1)
 
     def kernel_pages(self, layer: int) -> tuple[ops.Pages, int, int] | None:
+        """See KVCache: pages are in several places."""
+        return None
+
+    def kernel_state(self, layer: int) -> Mapping[str, torch.Tensor] | None:
         """See KVCache: pages are in several places."""
         return None
 

@@ -25,6 +25,7 @@ class DeltaAttention:
     decay         what checkpoints call the projection to decays, or the two of `decay_rank`
     decay_rank    numbers between two projections to decays; 0: there is one
     gate_rank     the same of gates
+    chain         what kernels need to know to compute the layer in one call
     scale_shape   of the decays' scales in checkpoints, one for each head
     """
 
@@ -39,9 +40,11 @@ class DeltaAttention:
     gate_rank: int = 0
     scale_shape: tuple[int, ...] = ()
     out_norm: RMSNorm = field(init=False)
+    chain: ops.DeltaChain = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_norm", RMSNorm(self.heads.value_dim, self.eps))
+        object.__setattr__(self, "chain", self._chain())
 
     @property
     def state(self) -> LayerState:
@@ -111,6 +114,31 @@ class DeltaAttention:
         role = exact if outputs == self.heads.heads else Role.LINEAR
         return (ParamSpec(name, (outputs, hidden), (f"{at}{source}_proj.weight",), role),)
 
+    def _chain(self) -> ops.DeltaChain:
+        heads = self.heads
+        decays = self.decay_rank or heads.decays_width
+        gates = self.gate_rank or heads.values_width
+        rest = heads.width + decays
+        return ops.DeltaChain(
+            heads,
+            self.norm.options,
+            (
+                *("q_proj", "k_proj", "v_proj"),
+                "decays_down" if self.decay_rank else "decays",
+                "gate_down" if self.gate_rank else "gate",
+                "rate",
+            ),
+            ((0, heads.width),),
+            ((rest, gates),),
+            ((rest + gates, heads.heads),),
+            ((heads.width, decays),),
+            self.out_norm.options,
+            self.activation,
+            "o_proj",
+            through_gate="gate" if self.gate_rank else None,
+            through_decay="decays" if self.decay_rank else None,
+        )
+
     def __call__(
         self, hidden: Tensor, layer: int, step: Step, params: Params, kv: KVCache
     ) -> Tensor:
@@ -118,8 +146,12 @@ class DeltaAttention:
 
         Advances the layer's state in `kv`.  The norm's weight is `norm` of `params`.
         """
-        x = self.norm(hidden, params["norm"])
         state = kv.state(layer, step)
+        if state.replay is None:
+            added = ops.delta_layer(hidden, params, self.chain, state.tensors, state.runs)
+            if added is not None:
+                return added
+        x = self.norm(hidden, params["norm"])
 
         def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
             qkv, decays, rate = inputs

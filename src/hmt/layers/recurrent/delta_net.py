@@ -28,6 +28,7 @@ class GatedDeltaNet:
     apart      grouped, but gates have a projection of their own, which is ordered by head, as is
                that of Q, K and V (GGUF files of Qwen3-Next)
     sigmoid    gates of results are the sigmoid of what is projected, not its silu
+    chain      what kernels need to know to compute the layer in one call; None without a norm
     tiled      gates, and inputs of the last projection, are those of the first head of each key
                head, then of the second of each, and so on (GGUF files of Qwen3.5)
     """
@@ -42,9 +43,11 @@ class GatedDeltaNet:
     tiled: bool = False
     sigmoid: bool = False
     out_norm: RMSNorm = field(init=False)
+    chain: ops.DeltaChain | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_norm", RMSNorm(self.heads.value_dim, self.eps))
+        object.__setattr__(self, "chain", self._chain())
 
     @property
     def state(self) -> LayerState:
@@ -103,6 +106,39 @@ class GatedDeltaNet:
             *linear_params("out", hidden, heads.values_width, f"{at}out_proj"),
         )
 
+    def _chain(self) -> ops.DeltaChain | None:
+        if self.norm is None:
+            return None
+        heads = self.heads
+        width, count = heads.width, heads.heads
+        rest = width + heads.values_width
+        inputs: tuple[str, ...] = ("qkv", "z", "b", "a")
+        qkv: ops.Spans = ((0, width),)
+        gate: ops.Spans = ((width, heads.values_width),)
+        rate: ops.Spans = ((rest, count),)
+        decay: ops.Spans = ((rest + count, count),)
+        if self.grouped:
+            inputs = ("qkv", "z", "ba") if self.apart else ("qkvz", "ba")
+            each = count // heads.key_heads
+            firsts = range(rest, rest + 2 * count, 2 * each)
+            rate = tuple((first, each) for first in firsts)
+            decay = tuple((first + each, each) for first in firsts)
+            if not self.apart:
+                qkv, gate = _grouped_spans(heads)
+        return ops.DeltaChain(
+            heads,
+            self.norm.options,
+            inputs,
+            qkv,
+            gate,
+            rate,
+            decay,
+            self.out_norm.options,
+            "sigmoid" if self.sigmoid else "silu",
+            "out",
+            tiled=self.tiled,
+        )
+
     def __call__(
         self, hidden: Tensor, layer: int, step: Step, params: Params, kv: KVCache
     ) -> Tensor:
@@ -110,9 +146,13 @@ class GatedDeltaNet:
 
         Advances the layer's state in `kv`.  The norm's weight, if any, is `norm` of `params`.
         """
+        state = kv.state(layer, step)
+        if self.chain is not None and state.replay is None:
+            added = ops.delta_layer(hidden, params, self.chain, state.tensors, state.runs)
+            if added is not None:
+                return added
         x = hidden if self.norm is None else self.norm(hidden, params["norm"])
         qkv, gate, rate, decay = self._grouped(x, params) if self.grouped else _each(x, params)
-        state = kv.state(layer, step)
 
         def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
             qkv, decay, rate = inputs
@@ -149,6 +189,15 @@ class GatedDeltaNet:
         parts = grouped.split((heads.key_dim, heads.key_dim, values, values), dim=2)
         query, key, value, gate = (part.flatten(1) for part in parts)
         return torch.cat((query, key, value), dim=1), gate, rate, decay
+
+
+def _grouped_spans(heads: ops.DeltaHeads) -> tuple[ops.Spans, ops.Spans]:
+    """Where queries, keys and values lie where those of a key head lie together, and gates."""
+    dim, values = heads.key_dim, heads.heads // heads.key_heads * heads.value_dim
+    firsts = [number * 2 * (dim + values) for number in range(heads.key_heads)]
+    sizes = ((0, dim), (dim, dim), (2 * dim, values))
+    qkv = tuple((first + at, count) for at, count in sizes for first in firsts)
+    return qkv, tuple((first + 2 * dim + values, values) for first in firsts)
 
 
 def _each(x: Tensor, params: Params) -> tuple[Tensor, Tensor, Tensor, Tensor]:

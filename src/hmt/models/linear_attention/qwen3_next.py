@@ -10,6 +10,8 @@ from hmt.base.errors import CheckpointError
 from hmt.contracts.blocks import BlockSpec, ParamSpec, Role
 from hmt.kernels import ops
 from hmt.layers import (
+    Experts,
+    FusableLayer,
     GatedAttention,
     GatedDeltaNet,
     Params,
@@ -38,6 +40,7 @@ class DeltaHybrid(Hybrid):
     Behind it a dense network, or routed experts and one that all tokens share, which is gated.
     """
 
+    attention: GatedAttention
     recurrent: GatedDeltaNet
     router: SoftmaxRouter
 
@@ -124,6 +127,14 @@ class DeltaHybrid(Hybrid):
         )
         for expert in range(self.router.experts):
             yield expert_block(index, expert, *self.expert.params(f"{at}mlp.experts.{expert}."))
+
+    @override
+    def fusable_layer(self, index: int) -> FusableLayer:
+        mixer = self.attention if self.attends[index] else self.recurrent
+        if not self.sparse[index]:
+            return FusableLayer(mixer, self.network(index))
+        experts = Experts(self.norm, self.router, self.expert, self.shared, shared_gated=True)
+        return FusableLayer(mixer, experts)
 
     @override
     def shared_expert(self, x: Tensor, params: Params) -> Tensor:
