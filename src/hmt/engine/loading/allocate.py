@@ -45,11 +45,7 @@ def allocate(
         }
         for account in accounts.values():
             stack.callback(account.close)
-        # Torch allocates these itself; the account keeps their share from everyone else.
-        activations = accounts["activations"]
-        activations.charge(activations.limit_bytes)
-        stack.callback(activations.release, activations.limit_bytes)
-        keep_freed_activations(activations.limit_bytes)
+        _leave_to_torch(accounts["activations"], stack)
         pools = _pools(accounts, prepared)
         for pool in pools.values():
             stack.callback(pool.close)
@@ -133,6 +129,13 @@ def allocate_on(
         if loading.exception() is None:  # it had just ended
             loading.result().close()
         raise
+
+
+def _leave_to_torch(activations: Account, stack: ExitStack) -> None:
+    """Torch allocates activations itself: the account keeps their share from everyone else."""
+    activations.charge(activations.limit_bytes)
+    stack.callback(activations.release, activations.limit_bytes)
+    keep_freed_activations(activations.limit_bytes)
 
 
 def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, HostPool]:

@@ -87,13 +87,12 @@ def _select_kernel(
     wanted = tl.minimum(seen, TOP_K).to(tl.int32)  # among the scores that begin as `least`
     least = tl.zeros((), tl.uint32)
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
         counts = tl.zeros((256,), tl.int32)
         for first in range(0, seen, LANES):
             key, exists, _ = _keys_at(scores, first, seen, LANES)
             if step > 0:
-                exists = exists & ((key >> (shift + 8)) == (least >> (shift + 8)))
-            digit = ((key >> shift) & 255).to(tl.int32)
+                exists = exists & ((key >> (32 - 8 * step)) == (least >> (32 - 8 * step)))
+            digit = ((key >> (24 - 8 * step)) & 255).to(tl.int32)
             counts += tl.histogram(tl.where(exists, digit, 0), 256)
             others = LANES - tl.sum(exists.to(tl.int32), axis=0)
             counts -= tl.where(digits == 0, others, 0)  # counted as the digit 0
@@ -102,7 +101,7 @@ def _select_kernel(
         here = (above < wanted) & (above + counts >= wanted)
         digit = tl.sum(tl.where(here, digits, 0), axis=0)
         wanted -= tl.sum(tl.where(here, above, 0), axis=0)
-        least = least | (digit.to(tl.uint32) << shift)
+        least = least | (digit.to(tl.uint32) << (24 - 8 * step))
     taken = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)
     for first in range(0, seen, LANES):
