@@ -99,9 +99,9 @@ def _select_kernel(
         up_to = tl.cumsum(counts, axis=0)
         above = tl.sum(counts, axis=0) - up_to
         here = (above < wanted) & (above + counts >= wanted)
-        digit = tl.sum(tl.where(here, digits, 0), axis=0)
+        chosen_digit = tl.sum(tl.where(here, digits, 0), axis=0)
         wanted -= tl.sum(tl.where(here, above, 0), axis=0)
-        least = least | (digit.to(tl.uint32) << (24 - 8 * step))
+        least = least | (chosen_digit.to(tl.uint32) << (24 - 8 * step))
     taken = tl.zeros((), tl.int32)
     equal = tl.zeros((), tl.int32)
     for first in range(0, seen, LANES):
