@@ -185,9 +185,9 @@ def _flash() -> list[str]:
     return [
         *lines,
         "",
-        "Every layer has its 512 experts in 4 bits, with bytes of their own; the table is "
-        "a 25th of the published one, in bf16. Routers are random, so each token has experts of "
-        "its own, 221 MB. Two Xeon cores and their disk, which gave "
+        "Every layer has its 512 experts in 4 bits, each in a separate copy; the table is "
+        "a 25th of the published one, in bf16. Routers are random, so tokens choose "
+        "different experts, 221 MB each. Two Xeon cores and their disk, which gave "
         f"{rates[0] / 1e9:.1f} to {rates[-1] / 1e9:.1f} GB/s, had other work at the same time. "
         "The benchmark writes no GGUF file of this family, so llama.cpp is not beside it.",
     ]

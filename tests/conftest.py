@@ -77,3 +77,12 @@ def _no_warming_up() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_core, "is_slow_at_first", lambda where: False)
         yield
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small models and matrices: torch's threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

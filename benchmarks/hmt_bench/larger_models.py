@@ -2,12 +2,12 @@
 
 Sizes are those of published models, weights are random.  A pack is made of two models: one with all
 layers and experts as narrow as may be, and one of a single layer with some experts of full width.
-What the second has on disk is copied until every expert of every layer has bytes of its own.
+The second's bytes are copied on disk until every expert of every layer has a separate copy.
 
 Tokens decide where they are routed: embeddings are so large that whatever layers add leaves the
 input of a router nearly as it was, and routers are random, with a mean of 0, and differ by layer.
 Row t + 1 of the head is the embedding of token t, so greedy decoding goes from token to token, and
-every token has experts of its own.
+tokens are routed to different experts.
 """
 
 import json
@@ -69,7 +69,7 @@ class LargeModel:
         return fields
 
     def tensors(self, config: dict[str, Any]) -> Iterator[Tensor]:
-        """Names and shapes by the model's own account; large tables in shards."""
+        """Names and shapes as the model declares them; large tables in shards."""
         found: dict[str, tuple[int, ...]] = {}
         for block in open_model(config, Path("config.json"), torch.bfloat16).spec.blocks:
             for param in block.params:
@@ -276,7 +276,7 @@ class _Following:
 
 
 def _take_experts(pack: Path, other: Path, model: LargeModel) -> None:
-    """Let the experts of `pack` be those of `other`'s only layer, each with bytes of its own."""
+    """Let the experts of `pack` be those of `other`'s only layer, each in a separate copy."""
     manifest, source = read_manifest(pack), read_manifest(other)
     given = [block for block in source.blocks if block.id.kind is BlockKind.EXPERT]
     files, taken = dict(manifest.files), {}

@@ -72,7 +72,7 @@ Spans spans_of(nb::tuple given) {
 
 class OwnedDeltaWeights {
  public:
-  // spans: of queries, keys and values, of gates, of rates and of decays
+  // spans: of Q, K and V, of gates, of rates and of decays
   // through: the projections behind those of gates and of decays; () where there is none
   // heads: (key heads, heads, key_dim, value_dim, by channel, bound, most rate)
   // constants: addresses of the convolution's weight, of decays' scales and of their biases

@@ -51,10 +51,9 @@ class ExpertService {
   // Waits for what was begun.
   ~ExpertService();
 
-  // Begins to answer all layers of step `number`, in their order, on a thread of the service's own
-  // and behind the steps that were begun before: the caller prepares the next step meanwhile.
-  // Gives up, and answers everything with what is there, when a question does not come within
-  // `patience_s`.
+  // Begins to answer all layers of step `number`, in their order, on the service's thread and after
+  // the steps that were begun before: the caller prepares the next step meanwhile.  When a question
+  // does not come within `patience_s`, marks all layers as answered, so that the device goes on.
   void begin(uint32_t number, size_t tokens, size_t threads, double patience_s);
 
   // Waits for the earliest step that was begun and not ended.  Throws std::logic_error where there
@@ -70,7 +69,7 @@ class ExpertService {
 
   void work();
   Served serve(const Step& step) const;
-  // Lets nobody wait for an answer to step `number`.
+  // Marks all layers of step `number` as answered: the device does not wait for them.
   void release(uint32_t number) const;
   size_t answer(const ServedLayer& layer, size_t tokens, size_t threads,
                 std::vector<Expert>& wanted) const;

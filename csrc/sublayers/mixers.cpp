@@ -11,13 +11,6 @@
 namespace hmt {
 namespace {
 
-Matrix rows(void* data, DType type, size_t tokens, size_t width) {
-  return {data, type, tokens, width, width};
-}
-ConstMatrix const_rows(const void* data, DType type, size_t tokens, size_t width) {
-  return {data, type, tokens, width, width};
-}
-
 // Pieces of a step's memory, all as wide as its type.
 class Rows {
  public:

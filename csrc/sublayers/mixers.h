@@ -1,6 +1,6 @@
-// What the tokens of a sequence learn of each other by: attention, and delta rules.
+// Token mixers, the first half of a layer: attention, and gated delta rules.
 //
-// Each is the chain that Python runs, of the same kernels, so results are the same to the bit.
+// Each is the chain of kernels that Python calls one by one, so results are the same to the bit.
 #pragma once
 
 #include <optional>
@@ -44,8 +44,8 @@ using Spans = std::vector<Span>;
 
 // x = output(activation(gate) * out_norm(delta rule of the convolved qkv)).
 //
-// `inputs` of the norm of hidden lie side by side; the spans say which numbers of that row are the
-// queries, keys and values, the gates, the rates and the decays, each in this order.  Gates and
+// `inputs` of the norm of hidden lie side by side; the spans say which numbers of that row are
+// Q, K and V, the gates, the rates and the decays, each in this order.  Gates and
 // decays may have another projection behind theirs.
 struct DeltaLayer {
   NormWeight norm;

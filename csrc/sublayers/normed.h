@@ -1,4 +1,4 @@
-// What sublayers begin with: a norm, and products of its result.
+// What sublayers have in common: tokens in rows without gaps, and a norm with products of its result.
 #pragma once
 
 #include <vector>
@@ -8,6 +8,13 @@
 #include "sublayers/sublayers.h"
 
 namespace hmt {
+
+inline Matrix rows(void* data, DType type, size_t tokens, size_t width) {
+  return {data, type, tokens, width, width};
+}
+inline ConstMatrix const_rows(const void* data, DType type, size_t tokens, size_t width) {
+  return {data, type, tokens, width, width};
+}
 
 // A norm of whole tokens whose rows follow each other without a gap.
 Norm norm_rows(const NormWeight& weight, DType type, size_t tokens, size_t width, const void* x,

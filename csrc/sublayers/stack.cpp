@@ -10,13 +10,6 @@
 namespace hmt {
 namespace {
 
-Matrix rows(void* data, DType type, size_t tokens, size_t width) {
-  return {data, type, tokens, width, width};
-}
-ConstMatrix const_rows(const void* data, DType type, size_t tokens, size_t width) {
-  return {data, type, tokens, width, width};
-}
-
 // Of all experts, those that some token was sent to, in ascending order.
 std::vector<Expert> chosen_experts(const SparseLayer& layer, const int64_t* ids, size_t count) {
   std::vector<int64_t> chosen(ids, ids + count);

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from hmt.cli.main import guard
 from hmt_bench.__main__ import app
@@ -43,9 +42,5 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small models on several threads mostly wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread: None) -> None:
+    """Of all benchmarks, whose models are small."""

@@ -1,4 +1,4 @@
-"""Packs of large mixtures with few layers: every expert has bytes of its own, and tokens route."""
+"""Packs of large mixtures with few layers: experts share no bytes, and tokens choose them."""
 
 import itertools
 import json

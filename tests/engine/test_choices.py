@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from alone import Alone
 from reference import MINI_DENSE, MINI_MOE
+from single_answers import SingleAnswers
 
 import hmt
 from hmt.base.errors import ContextLengthError, RequestError
@@ -35,15 +35,15 @@ def request(tokens: int, seed: int | None = 7, new: int = 12) -> hmt.Request:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[dict[Any, Alone]]:
+def alone() -> Iterator[dict[Any, SingleAnswers]]:
     """By model."""
     with (
         hmt.Engine(**WAYS["near"], **OPTIONS) as dense,
         hmt.Engine(**WAYS["near"], **OPTIONS) as moe,
     ):
         yield {
-            MINI_DENSE: Alone(dense.load_model(MINI_DENSE)),
-            MINI_MOE: Alone(moe.load_model(MINI_MOE)),
+            MINI_DENSE: SingleAnswers(dense.load_model(MINI_DENSE)),
+            MINI_MOE: SingleAnswers(moe.load_model(MINI_MOE)),
         }
 
 
@@ -55,7 +55,7 @@ def is_free(model: LoadedModel) -> bool:
 @pytest.mark.parametrize("path", [MINI_DENSE, MINI_MOE], ids=["dense", "moe"])
 @pytest.mark.parametrize("way", WAYS)
 def test_answers_are_those_of_separate_requests(
-    way: str, path: Any, alone: dict[Any, Alone]
+    way: str, path: Any, alone: dict[Any, SingleAnswers]
 ) -> None:
     with hmt.Engine(**WAYS[way], **OPTIONS) as engine:
         model = engine.load_model(path)
@@ -81,7 +81,7 @@ def test_answers_are_those_of_separate_requests(
     "options", [{"context": 2048, "max_batch": 2}, {"context": 256}, {"context": 320}], ids=str
 )
 def test_answers_that_find_no_room_begin_with_the_prompt_later(
-    options: dict[str, Any], alone: dict[Any, Alone]
+    options: dict[str, Any], alone: dict[Any, SingleAnswers]
 ) -> None:
     """256 positions hold one text of 163, 320 also what a second does not share."""
     with hmt.Engine(**OPTIONS | options) as engine:
@@ -96,7 +96,7 @@ def test_answers_that_find_no_room_begin_with_the_prompt_later(
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_however_many_answers_the_prompt_is_computed_once(
-    way: str, batch: int, alone: dict[Any, Alone]
+    way: str, batch: int, alone: dict[Any, SingleAnswers]
 ) -> None:
     """Of which more wait than run; lengths differ, so that their places are free at odd times."""
     with hmt.Engine(**WAYS[way], **OPTIONS | {"max_batch": batch}) as engine:
@@ -116,7 +116,7 @@ def test_however_many_answers_the_prompt_is_computed_once(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_any_of_many_answers_can_end_early(way: str, alone: dict[Any, Alone]) -> None:
+def test_any_of_many_answers_can_end_early(way: str, alone: dict[Any, SingleAnswers]) -> None:
     """Cancelled before, while, or after it holds the prompt for others."""
     with hmt.Engine(**WAYS[way], **OPTIONS | {"max_batch": 2}) as engine:
         model = engine.load_model(MINI_DENSE)

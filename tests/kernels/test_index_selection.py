@@ -19,6 +19,9 @@ from hmt.kernels.reference.kv_pages import (
     Pages,
 )
 
+# With more, threads would only wait for one another.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYOUTS = [
     PageLayout(encoding, heads, 24, 16, latent, rows)
     for encoding in PageEncoding
@@ -155,15 +158,6 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[CompiledOperations]:
 
 # 9 heads do not fill sixteen lanes, and 70 no four vectors of them; 3 and 34 numbers no line.
 SIZES = [(1, 3), (9, 8), (16, 34), (70, 20)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As small as these products are, torch's threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -23,6 +23,9 @@ from hmt.memory.device import open_device
 from hmt.models import open_model
 from hmt.planner import PlanOptions, smallest_budget
 
+# With more, threads would only wait for one another.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHARE = 4  # of the weights, what may be in memory
 PROMPT_TOKENS, TOKENS = 35, 40
 OPTIONS = {
@@ -90,11 +93,6 @@ OTHERS = {
     "stablelm": Other({"use_qkv_bias": True}),
     "starcoder2": Other({"sliding_window": 9, "use_bias": True}),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def config_of(kind: str) -> Any:

@@ -1,7 +1,6 @@
 """Gemma 4: tables of which a token reads rows for all layers, and layers that use others' keys."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,15 @@ from hmt.hardware.link_rates import LinkRates
 from hmt.models import open_model
 from hmt.planner import PlanOptions, smallest_budget
 
+# With more, threads would only wait for one another.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GEMMA4 = cases("gemma4_text")
 ROWS = BlockId(TRUNK, BlockKind.EMBEDDING, 1)
 EXPERTS = {
     "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 8,
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {"context": 64, "dtype": "float32", "max_batch": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As small as these models are, threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def written(case: Case, folder: Path) -> list[int]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from alone import Alone
 from hybrid_models import drawn, ids, publish
+from single_answers import SingleAnswers
 from transformers import PreTrainedModel
 
 import hmt
@@ -51,9 +51,9 @@ def made(
 
 
 @pytest.fixture(scope="module")
-def alone(made: tuple[Path, PreTrainedModel]) -> Iterator[Alone]:
+def alone(made: tuple[Path, PreTrainedModel]) -> Iterator[SingleAnswers]:
     with hmt.Engine(**OPTIONS, context=POSITIONS, max_batch=1) as engine:
-        yield Alone(engine.load_model(made[0]))
+        yield SingleAnswers(engine.load_model(made[0]))
 
 
 def is_free(model: LoadedModel) -> bool:
@@ -102,7 +102,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_choices_share_a_prompt(
     way: str,
     made: tuple[Path, PreTrainedModel],
-    alone: Alone,
+    alone: SingleAnswers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
@@ -136,7 +136,7 @@ def least_gpu_memory(folder: Path, options: dict[str, Any]) -> int:
 
 
 def test_sequences_that_give_way_are_computed_again(
-    made: tuple[Path, PreTrainedModel], alone: Alone
+    made: tuple[Path, PreTrainedModel], alone: SingleAnswers
 ) -> None:
     folder, _ = made
     requests = [drawn(ids(60, seed), seed, 100, stop=NEVER, priority=seed % 2) for seed in range(4)]
@@ -185,7 +185,7 @@ def computed_tokens(model: LoadedModel) -> int:
 def test_who_was_sent_back_goes_on_where_it_was(
     way: str,
     made: tuple[Path, PreTrainedModel],
-    alone: Alone,
+    alone: SingleAnswers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With nothing computed again: its state and pages have stayed."""
@@ -206,7 +206,7 @@ def test_who_was_sent_back_goes_on_where_it_was(
 
 @pytest.mark.parametrize("made", ["qwen3_next-0", "mamba2-1"], indirect=True)
 def test_who_gives_its_pages_up_has_them_on_the_disk(
-    made: tuple[Path, PreTrainedModel], alone: Alone, tmp_path: Path
+    made: tuple[Path, PreTrainedModel], alone: SingleAnswers, tmp_path: Path
 ) -> None:
     """No more than a page and the last token are computed again each time."""
     folder, _ = made
@@ -281,7 +281,7 @@ def check_checkpoints(model: LoadedModel) -> int:
 
 @pytest.mark.parametrize("way", [{}, {"kv_gpu_memory": "1MiB"}], ids=["near", "levels"])
 def test_a_conversation_computes_what_is_new(
-    made: tuple[Path, PreTrainedModel], alone: Alone, way: dict[str, Any]
+    made: tuple[Path, PreTrainedModel], alone: SingleAnswers, way: dict[str, Any]
 ) -> None:
     """Each turn goes on from where the last answer ended; an edited one from before the edit."""
     folder, _ = made
@@ -310,7 +310,7 @@ def test_a_conversation_computes_what_is_new(
 
 
 def test_checkpoints_give_way_and_answers_stay(
-    made: tuple[Path, PreTrainedModel], alone: Alone
+    made: tuple[Path, PreTrainedModel], alone: SingleAnswers
 ) -> None:
     """More beginnings than there is room for, with sequences that are sent back."""
     folder, _ = made
@@ -347,7 +347,7 @@ def test_a_conversation_goes_on_after_a_restart(
     piece: int,
     way: dict[str, Any],
     made: tuple[Path, PreTrainedModel],
-    alone: Alone,
+    alone: SingleAnswers,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
@@ -374,7 +374,7 @@ def test_a_conversation_goes_on_after_a_restart(
 
 @pytest.mark.parametrize("way", [{}, {"kv_gpu_memory": "1MiB"}], ids=["near", "levels"])
 def test_a_state_is_read_from_the_disk_once(
-    way: dict[str, Any], made: tuple[Path, PreTrainedModel], alone: Alone, tmp_path: Path
+    way: dict[str, Any], made: tuple[Path, PreTrainedModel], alone: SingleAnswers, tmp_path: Path
 ) -> None:
     """The next prompt with the same beginning has it in memory, pages and state."""
     folder, _ = made
@@ -414,7 +414,7 @@ def damage(folder: Path, which: int) -> None:
 def test_a_step_that_failed_is_not_gone_on_from(
     shared: bool,
     made: tuple[Path, PreTrainedModel],
-    alone: Alone,
+    alone: SingleAnswers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Layers before the one that failed have advanced their state: no request may use it."""

@@ -21,6 +21,9 @@ from hmt.base.errors import CheckpointError
 from hmt.contracts.step import SegmentRequest, Step
 from hmt.models import open_model
 
+# With more, threads would only wait for one another.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOLERANCE = 1e-4
 BORDER, SHORT, LONG = 20, 15, 41
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -51,11 +54,6 @@ SIZES = {
     "vocab_size": 260, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
     "num_key_value_heads": 2, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def config_of(family: str, kind: str, **more: Any) -> Any:

@@ -1,7 +1,6 @@
 """Families whose tokens attend to what an indexer selects: ties, what is read, and what is said."""
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,14 @@ from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 from hmt.models import open_model
 
+# With more, threads would only wait for one another.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TOKENS = 32
 OPTIONS: dict[str, Any] = {
     "context": 128, "dtype": "float32", "max_batch": 1, "host_memory": "64MiB",
 }  # fmt: skip
 SELECTING = cases("deepseek_v32", "glm_moe_dsa")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As small as these models are, threads would only wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def case_of(name: str) -> Case:

@@ -17,6 +17,9 @@ from hmt.contracts.store import Priority
 from hmt.memory.disk.uring import unavailable
 from hmt.weights import BlockLayout
 
+# With more, threads would only wait for one another.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SCHEDULES = 300  # for each kind of disk
 SPECS = {block.id: block for block in block_specs()}
 LEASABLE = [block for block in SPECS if block.kind is not BlockKind.EMBEDDING]
@@ -35,15 +38,6 @@ def drive(request: pytest.FixtureRequest) -> type:
     if request.param == "io_uring" and unavailable() is not None:
         pytest.skip("no io_uring here")
     return DRIVES[request.param]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Poisoning a slot takes torch's team of threads longer than one alone."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Schedule:

@@ -93,8 +93,8 @@ class DeltaChain:
     """What a delta rule's layer computes, one for each model, kept: see csrc/sublayers/mixers.h.
 
     inputs         projections of the norm of hidden states; their products lie side by side
-    qkv            which numbers of that row are queries, keys and values: (first, count) of each
-                   span, in this order; likewise gate, rate and decay
+    qkv            which numbers of that row are Q, K and V: (first, count) of each span, in this
+                   order; likewise gate, rate and decay
     through_gate   another projection behind that of gates; None for none
     through_decay  the same of decays
     activation     of gates, with which the normed results are multiplied: "silu" or "sigmoid"
@@ -119,7 +119,7 @@ class DeltaChain:
 
     @property
     def spans(self) -> tuple[Spans, Spans, Spans, Spans]:
-        """Those of queries, keys and values, of gates, of rates and of decays."""
+        """Those of Q, K and V, of gates, of rates and of decays."""
         return self.qkv, self.gate, self.rate, self.decay
 
 

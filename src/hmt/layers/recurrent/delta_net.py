@@ -192,7 +192,7 @@ class GatedDeltaNet:
 
 
 def _grouped_spans(heads: ops.DeltaHeads) -> tuple[ops.Spans, ops.Spans]:
-    """Where queries, keys and values lie where those of a key head lie together, and gates."""
+    """The spans of Q, K and V, and of gates, in rows ordered by key head."""
     dim, values = heads.key_dim, heads.heads // heads.key_heads * heads.value_dim
     firsts = [number * 2 * (dim + values) for number in range(heads.key_heads)]
     sizes = ((0, dim), (dim, dim), (2 * dim, values))

@@ -4,7 +4,7 @@ import hmt
 from hmt.engine import LoadedModel
 
 
-class Alone:
+class SingleAnswers:
     """Answers of a model that has nothing else to do, each computed once."""
 
     def __init__(self, model: LoadedModel) -> None:
