@@ -1,6 +1,9 @@
-// Few tokens: columns in lanes, four rows at a time, so that weights stream through once and each
-// piece of a token serves four rows.  Only for rows.isa.cpp.
+// Columns in lanes, four rows at a time, so that weights stream through once and each piece of a token
+// serves four rows.  Numbers are multiplied so whatever the number of tokens, so that each token's sums
+// have the same order; codes only where tokens are few.  Only for rows.isa.cpp.
 #pragma once
+
+#include <type_traits>
 
 #include "base/scratch.h"
 #include "linear/kernels.h"
@@ -14,9 +17,14 @@ constexpr size_t kFewRows = 4;
 // Tokens whose sums fit into registers next to four rows.
 #if defined(HMT_AVX512)
 constexpr size_t kFewTokens = 4;
+constexpr size_t kManyTokens = 6;  // where each piece of a row serves many, so that time is registers'
 #else
 constexpr size_t kFewTokens = 2;
+constexpr size_t kManyTokens = 1;
 #endif
+// Many tokens: so many at a time, against so many columns, that what a pass reads stays in L1, and
+// sums between passes in L2.
+constexpr size_t kTokensTogether = 96, kColumnsTogether = 1024;
 
 // Four rows from `row` on; those beyond end_row repeat the last one and are not written.
 struct FourRows {
@@ -36,6 +44,12 @@ struct FourRows {
     row_bytes_ = w.columns * bytes_of(w.code);
   }
 
+  // The same rows, where they were copied to: [count, bytes].
+  void lie_at(const uint8_t* copies, size_t bytes) {
+    for (size_t r = 0; r < kFewRows; ++r) begin[r] = copies + (r < count ? r : count - 1) * bytes;
+    row_bytes_ = bytes;
+  }
+
   // Asks for what will be read kAhead bytes after byte `offset` of each row, in these rows or the
   // next four.  Processors foresee it badly: 13 instead of 18 GB/s for int8 groups.
   HMT_INLINE void fetch_ahead(size_t offset) const {
@@ -49,14 +63,23 @@ struct FourRows {
   size_t row_bytes_;
 };
 
-// Weights of any code times f32 activations.
+// Weights of any code times f32 activations.  Where tokens are many, rows are brought to kPacked first,
+// in which they lie densely: rows a multiple of 4 KiB apart would push each other out of L1.
 template <Code kCode>
 struct WidenedColumns {
+  using Packed = WidenedColumns<Code::kF32>;
+  static void pack(const uint8_t* codes, size_t count, uint8_t* out) {
+    each_16<kCode>(codes, count, [&](F16v numbers, size_t i, size_t n) {
+      float lanes[16];
+      store(lanes, numbers);
+      std::memcpy(out + 4 * i, lanes, 4 * n);
+    });
+  }
   using Activation = float;
   using Weights = F16v;
   using Numbers = F16v;
   static constexpr size_t kColumns = 16, kBytes = bytes_of(kCode);
-  static constexpr float kUnit = unit_of(kCode);
+  static float unit(const Weight& w) { return unit_of(w.code); }
   static const float* tokens(const Inputs& in) { return in.f32; }
   static HMT_INLINE Weights weights(const uint8_t* p) { return load_codes<kCode>(p); }
   static HMT_INLINE Numbers numbers(const float* p) { return load(p); }
@@ -66,11 +89,15 @@ struct WidenedColumns {
 #if defined(HMT_AVX512_BF16)
 // bf16 weights times bf16 activations, two columns in a lane.
 struct PairedColumns {
+  using Packed = PairedColumns;
+  static void pack(const uint8_t* codes, size_t count, uint8_t* out) {
+    std::memcpy(out, codes, 2 * count);
+  }
   using Activation = uint16_t;
   using Weights = __m512i;
   using Numbers = __m512i;
   static constexpr size_t kColumns = 32, kBytes = 2;
-  static constexpr float kUnit = 1.0f;
+  static float unit(const Weight&) { return 1.0f; }
   static const uint16_t* tokens(const Inputs& in) { return in.bf16; }
   static HMT_INLINE Weights weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
   static HMT_INLINE Numbers numbers(const uint16_t* p) { return _mm512_loadu_si512(p); }
@@ -81,6 +108,10 @@ struct PairedColumns {
 
 // e4m3 weights times bf16 activations; columns in the order that e4m3_as_bf16 leaves them in.
 struct PairedE4M3Columns {
+  using Packed = PairedE4M3Columns;
+  static void pack(const uint8_t* codes, size_t count, uint8_t* out) {
+    std::memcpy(out, codes, count);
+  }
   using Activation = uint16_t;
   struct Both {
     __m512i low, high;
@@ -88,7 +119,7 @@ struct PairedE4M3Columns {
   using Weights = Both;
   using Numbers = Both;
   static constexpr size_t kColumns = 64, kBytes = 1;
-  static constexpr float kUnit = 1.0f;
+  static float unit(const Weight&) { return 1.0f; }
   static const uint16_t* tokens(const Inputs& in) { return in.bf16; }
   static HMT_INLINE Both weights(const uint8_t* p) {
     Both out;
@@ -155,41 +186,145 @@ HMT_INLINE void sum_rows(const FourRows& four, size_t offset, const uint8_t* con
   step_rows<Columns, kTokens>(row_ends, 0, token_ends, 0, sums);
 }
 
-// out[t * out_stride + r] for kTokens tokens from `token` on.
+#if defined(HMT_AVX512)
+// Sums of sixteen vectors' lanes, each in the order of total_of.
+HMT_INLINE F16v totals_of_16(const F16v* x) {
+  __m512 a[8], b[4], c[2];
+  HMT_UNROLL
+  for (size_t i = 0; i < 8; ++i) {
+    const __m512 first = x[2 * i].v, second = x[2 * i + 1].v;
+    a[i] = _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x44),
+                         _mm512_shuffle_f32x4(first, second, 0xee));
+  }
+  HMT_UNROLL
+  for (size_t i = 0; i < 4; ++i) {
+    b[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
+  }
+  // Quarter q of b[i] is of vector 4 i + q.
+  HMT_UNROLL
+  for (size_t i = 0; i < 2; ++i) {
+    const __m512d first = _mm512_castps_pd(b[2 * i]), second = _mm512_castps_pd(b[2 * i + 1]);
+    c[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(first, second)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(first, second)));
+  }
+  const __m512 mixed = _mm512_add_ps(_mm512_shuffle_ps(c[0], c[1], 0x88),
+                                     _mm512_shuffle_ps(c[0], c[1], 0xdd));
+  // Lane 4 q + i is of vector 4 i + q.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return {_mm512_permutexvar_ps(order, mixed)};
+}
+#endif
+
+// out[i] = total_of(x[i]); sixteen together where there are so many.
+HMT_INLINE void totals_of(const F16v* x, size_t count, float* out) {
+  size_t i = 0;
+#if defined(HMT_AVX512)
+  for (; i + 16 <= count; i += 16) store(out + i, totals_of_16(x + i));
+  if (count - i >= 4) {
+    F16v some[16];
+    float lanes[16];
+    for (size_t k = 0; k < 16; ++k) some[k] = i + k < count ? x[i + k] : zero();
+    store(lanes, totals_of_16(some));
+    std::memcpy(out + i, lanes, (count - i) * sizeof(float));
+    return;
+  }
+#endif
+  for (; i < count; ++i) out[i] = total_of(x[i]);
+}
+
+// Columns of a pass: whole segments, or lines of 64 bytes of the only one.
+struct Pass {
+  size_t begin, end;
+  float* kept;       // [kFewRows, tokens, 16]: lanes between passes
+  size_t origin = 0;  // the column that rows begin with
+};
+
+// The lanes of a pass, in registers and between passes.
+template <size_t kTokens>
+HMT_INLINE void take_lanes(const Pass& pass, F16v (*lanes)[kTokens]) {
+  HMT_UNROLL
+  for (size_t r = 0; r < kFewRows; ++r) {
+    HMT_UNROLL
+    for (size_t t = 0; t < kTokens; ++t) {
+      lanes[r][t] = pass.begin == 0 ? zero() : load(pass.kept + (r * kTokens + t) * 16);
+    }
+  }
+}
+template <size_t kTokens>
+HMT_INLINE void keep_lanes(const Pass& pass, const F16v (*lanes)[kTokens]) {
+  HMT_UNROLL
+  for (size_t r = 0; r < kFewRows; ++r) {
+    HMT_UNROLL
+    for (size_t t = 0; t < kTokens; ++t) store(pass.kept + (r * kTokens + t) * 16, lanes[r][t]);
+  }
+}
+
+// Adds columns [begin, begin + count) of four rows, from a segment's beginning on or within it.
+template <typename Columns, size_t kTokens>
+HMT_INLINE void sum_columns(const Inputs& in, size_t token, const FourRows& four, const Pass& pass,
+                            size_t begin, size_t count, F16v (*sums)[kTokens]) {
+  const size_t offset = (begin - pass.origin) * Columns::kBytes;
+  const uint8_t* rows[kFewRows];
+  const typename Columns::Activation* tokens[kTokens];
+  for (size_t r = 0; r < kFewRows; ++r) rows[r] = four.begin[r] + offset;
+  for (size_t t = 0; t < kTokens; ++t) {
+    tokens[t] = Columns::tokens(in) + (token + t) * in.stride + begin;
+  }
+  sum_rows<Columns, kTokens>(four, offset, rows, tokens, count, sums);
+}
+
+template <size_t kTokens>
+HMT_INLINE void add_segment(const FourRows& four, size_t segment, float unit,
+                            const F16v (*sums)[kTokens], F16v (*totals)[kTokens]) {
+  HMT_UNROLL
+  for (size_t r = 0; r < kFewRows; ++r) {
+    const F16v scale = set1(four.scales[r][segment] * unit);
+    HMT_UNROLL
+    for (size_t t = 0; t < kTokens; ++t) totals[r][t] = fma(sums[r][t], scale, totals[r][t]);
+  }
+}
+
+template <size_t kTokens>
+HMT_INLINE void no_lanes(F16v (*lanes)[kTokens]) {
+  HMT_UNROLL
+  for (size_t r = 0; r < kFewRows; ++r) {
+    HMT_UNROLL
+    for (size_t t = 0; t < kTokens; ++t) lanes[r][t] = zero();
+  }
+}
+
+// out[t * out_stride + r] for kTokens tokens from `token` on, in the last pass.
 template <typename Columns, size_t kTokens>
 HMT_KERNEL void few_numbers(const Weight& w, const Inputs& in, size_t token, const FourRows& four,
-                            float* out, size_t out_stride) {
+                            const Pass& pass, float* out, size_t out_stride) {
   const size_t width = segment_width(w), segments = (w.columns + width - 1) / width;
+  const float unit = Columns::unit(w);
   F16v totals[kFewRows][kTokens];
-  for (auto& row : totals) {
-    for (F16v& total : row) total = zero();
-  }
-  for (size_t s = 0; s < segments; ++s) {
-    const size_t begin = s * width, left = w.columns - begin;
-    const uint8_t* rows[kFewRows];
-    const typename Columns::Activation* tokens[kTokens];
-    for (size_t r = 0; r < kFewRows; ++r) rows[r] = four.begin[r] + begin * Columns::kBytes;
-    for (size_t t = 0; t < kTokens; ++t) {
-      tokens[t] = Columns::tokens(in) + (token + t) * in.stride + begin;
-    }
+  if (segments == 1) {
     F16v sums[kFewRows][kTokens];
-    HMT_UNROLL
-    for (auto& row : sums) {
-      HMT_UNROLL
-      for (F16v& sum : row) sum = zero();
+    take_lanes<kTokens>(pass, sums);
+    sum_columns<Columns, kTokens>(in, token, four, pass, pass.begin, pass.end - pass.begin, sums);
+    if (pass.end < w.columns) return keep_lanes<kTokens>(pass, sums);
+    no_lanes<kTokens>(totals);
+    add_segment<kTokens>(four, 0, unit, sums, totals);
+  } else {
+    take_lanes<kTokens>(pass, totals);
+    for (size_t begin = pass.begin; begin < pass.end; begin += width) {
+      const size_t left = pass.end - begin;
+      F16v sums[kFewRows][kTokens];
+      no_lanes<kTokens>(sums);
+      sum_columns<Columns, kTokens>(in, token, four, pass, begin, left < width ? left : width,
+                                    sums);
+      add_segment<kTokens>(four, begin / width, unit, sums, totals);
     }
-    sum_rows<Columns, kTokens>(four, begin * Columns::kBytes, rows, tokens,
-                               left < width ? left : width, sums);
-    HMT_UNROLL
-    for (size_t r = 0; r < kFewRows; ++r) {
-      const F16v scale = set1(four.scales[r][s] * Columns::kUnit);
-      HMT_UNROLL
-      for (size_t t = 0; t < kTokens; ++t) totals[r][t] = fma(sums[r][t], scale, totals[r][t]);
-    }
+    if (pass.end < w.columns) return keep_lanes<kTokens>(pass, totals);
   }
+  float results[kFewRows * kTokens];
+  totals_of(totals[0], kFewRows * kTokens, results);
   for (size_t t = 0; t < kTokens; ++t) {
     for (size_t r = 0; r < four.count; ++r) {
-      float total = total_of(totals[r][t]);
+      float total = results[r * kTokens + t];
       if (four.minima[r] != nullptr) {
         total += minima_product(four.minima[r], four.sums + (token + t) * segments, segments);
       }
@@ -404,6 +539,17 @@ HMT_KERNEL void few_short_groups(const Weight& w, const Inputs& in, size_t token
 }
 #endif
 
+// Calls call(Columns()) with how the numbers of a weight meet activations.
+template <typename Call>
+HMT_INLINE void with_columns(const Weight& w, const Inputs& in, Call call) {
+#if defined(HMT_AVX512_BF16)
+  if (w.code == Code::kBF16 && in.bf16 != nullptr) return call(PairedColumns());
+  if (w.code == Code::kFp8 && in.bf16 != nullptr) return call(PairedE4M3Columns());
+#endif
+  (void)in;
+  with_code(w.code, [&](auto code) { call(WidenedColumns<code.value>()); });
+}
+
 template <size_t kTokens>
 void few_tokens(const Weight& w, const Inputs& in, size_t token, const FourRows& four, float* out,
                 size_t out_stride) {
@@ -418,27 +564,106 @@ void few_tokens(const Weight& w, const Inputs& in, size_t token, const FourRows&
   }
 #endif
   if (w.int8_activations) return few_codes<kTokens>(w, in, token, four, out, out_stride);
-#if defined(HMT_AVX512_BF16)
-  if (w.code == Code::kBF16 && in.bf16 != nullptr) {
-    return few_numbers<PairedColumns, kTokens>(w, in, token, four, out, out_stride);
-  }
-  if (w.code == Code::kFp8 && in.bf16 != nullptr) {
-    return few_numbers<PairedE4M3Columns, kTokens>(w, in, token, four, out, out_stride);
+  const Pass whole{0, w.columns, nullptr};
+  with_columns(w, in, [&](auto columns) {
+    few_numbers<decltype(columns), kTokens>(w, in, token, four, whole, out, out_stride);
+  });
+}
+
+// Calls call(tokens as a compile-time number), up to kManyTokens.
+template <typename Call>
+HMT_INLINE void by_tokens(size_t tokens, const Call& call) {
+  if (tokens >= kManyTokens) return call(std::integral_constant<size_t, kManyTokens>());
+#if defined(HMT_AVX512)
+  switch (tokens) {
+    case 5: return call(std::integral_constant<size_t, 5>());
+    case 4: return call(std::integral_constant<size_t, 4>());
+    case 3: return call(std::integral_constant<size_t, 3>());
+    case 2: return call(std::integral_constant<size_t, 2>());
+    default: return call(std::integral_constant<size_t, 1>());
   }
 #endif
-  with_code(w.code, [&](auto code) {
-    few_numbers<WidenedColumns<code.value>, kTokens>(w, in, token, four, out, out_stride);
-  });
+}
+
+// Memory of many_numbers: rows that are brought to the form they are multiplied in, and lanes.
+struct ManyMemory {
+  static constexpr size_t kRowBytes = kColumnsTogether * sizeof(float) + 64;
+  uint8_t* rows;  // [rows, kRowBytes]
+  float* kept;    // [rows, kTokensTogether, 16]
+};
+
+// Tokens [first, end), some columns after the other.
+template <typename Columns>
+void many_numbers(const Weight& w, const Inputs& in, size_t first, size_t end, size_t first_row,
+                  size_t end_row, const float* sums, const ManyMemory& memory, float* out,
+                  size_t out_stride) {
+  using Packed = typename Columns::Packed;
+  const size_t width = segment_width(w), row_bytes = ManyMemory::kRowBytes;
+  size_t most = kColumnsTogether * sizeof(float) / sizeof(typename Columns::Activation);
+  if (width < w.columns) most = most < width ? width : most / width * width;
+  const bool packs = most * Packed::kBytes <= row_bytes;
+  const auto multiply_as = [&](auto columns, size_t t, const FourRows& four, size_t row,
+                               Pass pass) {
+    using Lying = decltype(columns);
+    float* target = out + t * out_stride + (row - first_row);
+    pass.kept += ((row - first_row) * kTokensTogether + (t - first) * kFewRows) * 16;
+    const auto some = [&](auto count) {
+      constexpr size_t kTokens = decltype(count)::value;
+      few_numbers<Lying, kTokens>(w, in, t, four, pass, target, out_stride);
+    };
+    by_tokens(end - t, some);
+  };
+  for (size_t begin = 0; begin < w.columns; begin += most) {
+    const size_t left = w.columns - begin, count = left < most ? left : most;
+    const Pass pass{begin, begin + count, memory.kept, packs ? begin : 0};
+    for (size_t row = first_row; packs && row < end_row; ++row) {
+      Columns::pack(address_of(w, row, begin), count, memory.rows + (row - first_row) * row_bytes);
+    }
+    const auto multiply = [&](size_t t, size_t row) {
+      FourRows four(w, row, end_row, sums);
+      if (!packs) return multiply_as(Columns(), t, four, row, pass);
+      four.lie_at(memory.rows + (row - first_row) * row_bytes, row_bytes);
+      multiply_as(Packed(), t, four, row, pass);
+    };
+    // What stays in L1 meanwhile is whichever is more; the other one streams out of L2.
+    if (kManyTokens > kFewRows) {
+      for (size_t t = first; t < end; t += kManyTokens) {
+        for (size_t row = first_row; row < end_row; row += kFewRows) multiply(t, row);
+      }
+    } else {
+      for (size_t row = first_row; row < end_row; row += kFewRows) {
+        for (size_t t = first; t < end; t += kManyTokens) multiply(t, row);
+      }
+    }
+  }
 }
 
 // See LinearKernels::multiply.
 inline void multiply_few(const Weight& w, const Inputs& in, size_t first_row, size_t end_row,
                          float* out, size_t out_stride) {
   const size_t segments = w.minima == nullptr ? 0 : segments_of(w);
-  Scratch scratch(in.tokens * segments * sizeof(float));
+  // Bringing rows to the form that they are multiplied in pays from 8 tokens on, where they are not.
+  const size_t few = w.code == Code::kF32 ? kTokenBlock : 7;
+  const bool many = in.tokens > few && !w.int8_activations;
+  const size_t padded = (end_row - first_row + kFewRows - 1) / kFewRows * kFewRows;
+  const size_t rows = many ? padded * ManyMemory::kRowBytes : 0;
+  const size_t lanes = many ? padded * kTokensTogether * 16 : 0;
+  Scratch scratch(Scratch::round(in.tokens * segments * sizeof(float)) + rows +
+                  lanes * sizeof(float));
   float* sums = scratch.take<float>(in.tokens * segments);
   for (size_t t = 0; t < in.tokens; ++t) {
     for (size_t s = 0; s < segments; ++s) sums[t * segments + s] = segment_sum(w, in, t, s);
+  }
+  if (many) {
+    const ManyMemory memory{scratch.take<uint8_t>(rows), scratch.take<float>(lanes)};
+    for (size_t t = 0; t < in.tokens; t += kTokensTogether) {
+      const size_t end = in.tokens - t < kTokensTogether ? in.tokens : t + kTokensTogether;
+      with_columns(w, in, [&](auto columns) {
+        many_numbers<decltype(columns)>(w, in, t, end, first_row, end_row, sums, memory, out,
+                                        out_stride);
+      });
+    }
+    return;
   }
   for (size_t row = first_row; row < end_row; row += kFewRows) {
     const FourRows four(w, row, end_row, sums);
