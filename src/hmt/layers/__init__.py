@@ -7,8 +7,11 @@ from hmt.layers.gated import (
     BlockSparseAttention,
     GatedAttention,
     GatedResidual,
+    HyperConnection,
+    HyperHead,
     NGramHash,
     NGramMemory,
+    StreamMix,
     StreamNorm,
 )
 from hmt.layers.latent import Indexer, LatentAttention, Selection, SparseLatentAttention

@@ -1,0 +1,153 @@
+"""Manifold-constrained hyper-connections: residual streams that a small product mixes per token."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import ParamSpec, Role
+from hmt.kernels import ops
+from hmt.layers.linear import Params
+
+
+class StreamMix(NamedTuple):
+    """What a sublayer's output is written into the streams with, by token; f32.
+
+    spread   [tokens, streams]: what the output is multiplied with for each stream
+    mixed    [tokens, streams, streams]: [:, j, k] is how much of stream j goes on in stream k
+    """
+
+    spread: Tensor
+    mixed: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HyperConnection:
+    """Reads a sublayer's input from several residual streams, and writes its output into all.
+
+    Manifold-constrained hyper-connections (mHC, arXiv 2512.24880), as DeepSeek-V4 and GLM-5.3 have
+    them.  All numbers of a token's streams, divided by their root mean square, make the weights of
+    its mixtures: sigmoids for what is read and written, and a matrix for what goes on, which is
+    brought near a doubly stochastic one by Sinkhorn and Knopp's iterations.
+
+    streams      that lie one after the other in a row
+    iterations   of columns and rows
+    norm_eps     of the root mean square
+    eps          added to weights that are read by, and to sums that are divided by
+    name         that its parameters' local names begin with
+    """
+
+    hidden_size: int
+    streams: int
+    iterations: int
+    norm_eps: float
+    eps: float
+    name: str
+
+    @property
+    def activation_width(self) -> int:
+        """Numbers alive per token: streams in f32, normed, mixed, and a product; the weights."""
+        return 2 * (4 * self.streams * self.hidden_size + 4 * self._weights)
+
+    @property
+    def _weights(self) -> int:
+        return self.streams * (self.streams + 2)
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Parameters, called `at` + fn, base and scale in the checkpoint."""
+        shape = self._weights, self.streams * self.hidden_size
+        # VECTOR: its few numbers weigh whole streams, and it is small.
+        return (
+            ParamSpec(f"{self.name}fn", shape, (f"{at}fn",), Role.VECTOR),
+            ParamSpec(f"{self.name}base", shape[:1], (f"{at}base",), Role.VECTOR),
+            ParamSpec(f"{self.name}scale", (3,), (f"{at}scale",), Role.VECTOR),
+        )
+
+    def read(self, streams: Tensor, params: Params) -> tuple[Tensor, StreamMix]:
+        """A sublayer's input [tokens, hidden_size] in streams.dtype, and what `write` needs.
+
+        streams [tokens, streams * hidden_size]
+        """
+        count, own = self.streams, self.name
+        sizes = (count, count, count * count)
+        products = _products(streams, params, f"{own}fn", self.norm_eps).split(sizes, dim=1)
+        base = params[f"{own}base"].data.float().split(sizes)
+        scale = params[f"{own}scale"].data.float()
+        read, spread, mixed = (p * scale[n] + base[n] for n, p in enumerate(products))
+        mixed = self._doubly_stochastic(mixed.unflatten(1, (count, count)))
+        x = _weighed(streams, ops.sigmoid(read) + self.eps)
+        return x, StreamMix(2 * ops.sigmoid(spread), mixed)
+
+    def write(self, streams: Tensor, out: Tensor, mix: StreamMix) -> Tensor:
+        """The streams, mixed, and a sublayer's output [tokens, hidden_size] added to each.
+
+        Computed in f32 and rounded once: [tokens, streams * hidden_size] in streams.dtype.
+        """
+        total = mix.spread[..., None] * out.float()[:, None]
+        for number, stream in enumerate(streams.chunk(self.streams, dim=1)):
+            total = total + mix.mixed[:, number, :, None] * stream.float()[:, None]
+        return total.flatten(1).to(streams.dtype)
+
+    def _doubly_stochastic(self, wanted: Tensor) -> Tensor:
+        """Of logits [tokens, streams, streams]: rows and columns that add up to about 1."""
+        # Streams first: sums are then of whole tensors, in an order that is always the same.
+        mixed = wanted.permute(1, 2, 0)
+        mixed = torch.exp((mixed - mixed.amax(1, keepdim=True)).contiguous())
+        mixed = mixed / _sum(mixed, 1) + self.eps
+        mixed = mixed / (_sum(mixed, 0) + self.eps)
+        for _ in range(self.iterations - 1):
+            mixed = mixed / (_sum(mixed, 1) + self.eps)
+            mixed = mixed / (_sum(mixed, 0) + self.eps)
+        return mixed.permute(2, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HyperHead:
+    """The sum of all streams, by weights that are made as those of a HyperConnection's input."""
+
+    hidden_size: int
+    streams: int
+    norm_eps: float
+    eps: float
+    name: str
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Parameters, called `at` + hc_fn, hc_base and hc_scale in the checkpoint."""
+        shape = self.streams, self.streams * self.hidden_size
+        return (
+            ParamSpec(f"{self.name}fn", shape, (f"{at}hc_fn",), Role.VECTOR),
+            ParamSpec(f"{self.name}base", shape[:1], (f"{at}hc_base",), Role.VECTOR),
+            ParamSpec(f"{self.name}scale", (1,), (f"{at}hc_scale",), Role.VECTOR),
+        )
+
+    def __call__(self, streams: Tensor, params: Params) -> Tensor:
+        """streams [tokens, streams * hidden_size] to [tokens, hidden_size], in streams.dtype."""
+        own = self.name
+        products = _products(streams, params, f"{own}fn", self.norm_eps)
+        wanted = products * params[f"{own}scale"].data.float() + params[f"{own}base"].data.float()
+        return _weighed(streams, ops.sigmoid(wanted) + self.eps)
+
+
+def _products(streams: Tensor, params: Params, name: str, eps: float) -> Tensor:
+    """Matrix `name` times a token's streams, divided by their root mean square: f32."""
+    rows = streams.float()
+    ones = torch.ones(rows.shape[1], device=rows.device)
+    return ops.linear(ops.rms_norm(rows, ones, eps), params[name])
+
+
+def _weighed(streams: Tensor, weights: Tensor) -> Tensor:
+    """The sum of streams times weights f32 [tokens, streams], one after the other."""
+    parts = zip(streams.chunk(weights.shape[1], dim=1), weights.split(1, dim=1), strict=True)
+    total = torch.zeros((), device=streams.device)
+    for stream, weight in parts:
+        total = total + weight * stream.float()
+    return total.to(streams.dtype)
+
+
+def _sum(numbers: Tensor, dim: int) -> Tensor:
+    """The sum over a dimension, which stays, one number after the other."""
+    first, *others = numbers.unbind(dim)
+    for other in others:
+        first = first + other
+    return first.unsqueeze(dim)
