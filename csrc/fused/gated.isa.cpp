@@ -13,12 +13,14 @@ HMT_INLINE F16v activate(F16v x) {
   if (kActivation == Activation::kClampedSwish) return clamped_swish(x);
   if (kActivation == Activation::kRelu) return relu(x);
   if (kActivation == Activation::kSigmoid) return sigmoid(x);
+  if (kActivation == Activation::kClampedSilu) return clamped_silu(x);
   return gelu_tanh(x);
 }
 
 template <typename Numbers, Activation kActivation>
 HMT_INLINE F16v pass(F16v x) {
   if (kActivation == Activation::kClampedSwish) return Numbers::round(clamped_plus_one(x));
+  if (kActivation == Activation::kClampedSilu) return clamped(x);
   return x;
 }
 
@@ -59,6 +61,8 @@ void gated(const Gated& call, size_t begin, size_t end) {
         return gate_rows<Numbers, Activation::kRelu>(call, begin, end);
       case Activation::kSigmoid:
         return gate_rows<Numbers, Activation::kSigmoid>(call, begin, end);
+      case Activation::kClampedSilu:
+        return gate_rows<Numbers, Activation::kClampedSilu>(call, begin, end);
     }
   });
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import linear_attention_configs
+import text_models as text_models  # registers classes
 from config_parts import DEEPSEEK_YARN, FULL_KIND, LINEAR, LINEAR_KIND, LLAMA3
 from config_parts import delta as _delta
 from config_parts import latent as _latent
@@ -367,6 +368,7 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "glm4_moe": _glm4_moe,
     "minimax_m2": _minimax_m2,
     "qwen4_exp_text": _qwen4_exp,
+    **linear_attention_configs.NEWER,
 }
 
 

@@ -14,7 +14,13 @@ from hmt.layers.gated import (
     StreamMix,
     StreamNorm,
 )
-from hmt.layers.latent import Indexer, LatentAttention, Selection, SparseLatentAttention
+from hmt.layers.latent import (
+    Indexer,
+    KeyPool,
+    LatentAttention,
+    Selection,
+    SparseLatentAttention,
+)
 from hmt.layers.layer_embedding import LayerEmbedding
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.moe import (

@@ -17,6 +17,7 @@ from hmt.models.gpt_oss import GptOss
 from hmt.models.lfm2 import Lfm2, Lfm2Moe
 from hmt.models.linear_attention import (
     BailingHybrid,
+    Glm5Next,
     KimiLinear,
     MiniMax,
     OlmoHybrid,
@@ -55,6 +56,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "Gemma4ForCausalLM": ("gemma4_text", Gemma4),
     "Glm4MoeForCausalLM": ("glm4_moe", Glm4Moe),
+    "Glm5NextForCausalLM": ("glm5_next_text", Glm5Next),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", GlmMoeDsa),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),

@@ -17,12 +17,15 @@ from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.rope import Rotary
 
 _NORM_EPS = 1e-6  # of index keys, in all families
+_EXACT = Role.VECTOR
+_POOLED_POSITIONS = 4096  # whose keys are averaged at once, in f32
 
 
 class SelectedRun(NamedTuple):
     """The last tokens of a run, which see more positions than they attend to.
 
-    positions   int64 [run.length, top_k]: those that each attends to, ascending
+    positions   int64 [run.length, count]: those that each attends to, ascending but for -1, which
+                stand anywhere in rows of tokens that attend to fewer
     """
 
     run: Segment
@@ -34,6 +37,66 @@ Selection = Sequence[SelectedRun]
 
 
 @dataclass(frozen=True, slots=True)
+class KeyPool:
+    """One index key for some positions that follow one another (GLM-5.3: "kpool").
+
+    It is their keys' weighted average, number by number: weights are a softmax over the positions,
+    of a projection of each token and of what is learned for its place among them.
+
+    size   positions that share a key; the last ones of a sequence, which are fewer, have none
+    """
+
+    hidden_size: int
+    dim: int
+    size: int
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Parameters, called `at` + index_kpool_compress_gate and so on in the checkpoint."""
+        # VECTOR: rounding them changes which positions are selected, and they are small.
+        shapes = {"gate": (self.dim, self.hidden_size), "ape": (self.size, self.dim)}
+        return tuple(
+            ParamSpec(f"index_pool_{name}", shape, (f"{at}index_kpool_compress_{name}",), _EXACT)
+            for name, shape in shapes.items()
+        )
+
+    def keys(self, rows: Tensor, params: Params) -> Tensor:
+        """Keys of whole pools, in rows.dtype: [pools, dim].
+
+        rows   [positions, 2 * dim]: a position's key, and its projection
+        """
+        whole = rows[: len(rows) // self.size * self.size].unflatten(0, (-1, self.size))
+        return torch.cat([self._keys(groups, params) for groups in whole.split(self._together)])
+
+    @property
+    def gathered_width(self) -> int:
+        """Numbers alive besides, of the pools whose keys are computed together."""
+        return 6 * self._together * self.size * self.dim
+
+    @property
+    def _together(self) -> int:
+        return max(1, _POOLED_POSITIONS // self.size)
+
+    def _keys(self, groups: Tensor, params: Params) -> Tensor:
+        key, wanted = groups.chunk(2, dim=2)  # [pools, size, dim]
+        wanted = wanted.float() + params["index_pool_ape"].data.float()
+        weights = torch.exp((wanted - wanted.amax(1, keepdim=True)).contiguous())
+        weights = (weights / _sum(weights)[:, None]).to(key.dtype)
+        return _sum((weights * key).float()).to(key.dtype)
+
+    def attended(self, pools: Tensor, run: Segment) -> Tensor:
+        """Positions that tokens of `run` attend to: int64 [run.length, count], or -1 for none.
+
+        pools   int64 [run.length, some], ascending: those that each selects; it attends besides to
+                what it sees behind the last whole pool
+        """
+        places = torch.arange(self.size, device=pools.device)
+        inside = (pools[..., None] * self.size + places).flatten(1)
+        ends = torch.arange(run.start + 1, run.context + 1, device=pools.device)[:, None]
+        behind = ends // self.size * self.size + places[:-1]
+        return torch.cat((inside, behind.masked_fill(behind >= ends, -1)), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
 class Indexer:
     """Scores every position for every token, and selects the best (DeepSeek-V3.2, section 2.1).
 
@@ -41,9 +104,10 @@ class Indexer:
     weight * relu(query . key / sqrt(dim)) over the indexer's heads, with weights of the token.
 
     q_rank        width of the compressed queries that the indexer's are made of
-    rope_dim      the first numbers of a query and a key, which turn
-    top_k         positions that are selected, where a token sees more
+    rope_dim      the first numbers of a query and a key, which turn; 0: none do
+    top_k         positions that are selected, where a token sees more; a multiple of a pool's
     interleaved   pairs of numbers that turn together lie side by side
+    pool          positions that share a key, and are selected together; None: each has its own
     """
 
     hidden_size: int
@@ -54,22 +118,31 @@ class Indexer:
     top_k: int
     rotary: Rotary
     interleaved: bool
+    pool: KeyPool | None = None
 
     @property
     def keys(self) -> KVLayer:
-        """What it keeps per token."""
-        return KVLayer(KVKind.INDEX, 1, self.dim, self.dim, query_heads=self.heads)
+        """What it keeps per token: its key, and what weighs that in its pool."""
+        width = self.dim if self.pool is None else 2 * self.dim
+        return KVLayer(KVKind.INDEX, 1, width, width, query_heads=self.heads)
+
+    @property
+    def most(self) -> int:
+        """Positions that a token attends to at most: those of the last, broken pool as well."""
+        return self.top_k if self.pool is None else self.top_k + self.pool.size - 1
 
     @property
     def activation_width(self) -> int:
         """Numbers alive per token: queries, turned ones, keys, weights, and positions in int64."""
-        return 3 * self.heads * self.dim + 4 * self.dim + 2 * self.heads + 4 * self.top_k
+        keys = 4 * self.dim if self.pool is None else 6 * self.dim
+        return 3 * self.heads * self.dim + keys + 2 * self.heads + 4 * self.most
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + wq_b and so on in the checkpoint."""
         # VECTOR: rounding them changes which positions are selected, and they are small.
         weights = (f"{at}weights_proj.weight",)
         return (
+            *(() if self.pool is None else self.pool.params(at)),
             *linear_params("index_query", self.heads * self.dim, self.q_rank, f"{at}wq_b"),
             *linear_params("index_key", self.dim, self.hidden_size, f"{at}wk"),
             ParamSpec("index_norm", (self.dim,), (f"{at}k_norm.weight",), Role.VECTOR),
@@ -87,7 +160,10 @@ class Indexer:
         key = project(x, params, "index_key").float()
         norm, bias = (params[name].data.float() for name in ("index_norm", "index_norm_bias"))
         key = torch.nn.functional.layer_norm(key, (self.dim,), norm, bias, _NORM_EPS).to(x.dtype)
-        kv.append(number, step, self._turned(key[:, None], step), None)
+        key = self._turned(key[:, None], step)
+        if self.pool is not None:
+            key = torch.cat((key, project(x, params, "index_pool_gate")[:, None]), dim=2)
+        kv.append(number, step, key, None)
         ends = [end for run in step.segments if (end := self._selecting(run)) is not None]
         if not ends:
             return ()
@@ -97,29 +173,53 @@ class Indexer:
         return [
             SelectedRun(
                 run,
-                select_positions(
-                    query[run.tokens],
-                    weights[run.tokens],
-                    number,
-                    run,
-                    step,
-                    kv,
-                    top_k=self.top_k,
-                    scale=self.dim**-0.5,
+                self._selected(
+                    query[run.tokens], weights[run.tokens], number, run, step, params, kv
                 ),
             )
             for run in ends
         ]
 
+    def _selected(
+        self,
+        query: Tensor,
+        weights: Tensor,
+        number: int,
+        run: Segment,
+        step: Step,
+        params: Params,
+        kv: KVCache,
+    ) -> Tensor:
+        """What tokens of `run` attend to; query [run.length, heads, dim], weights [.., heads]."""
+        scale = self.dim**-0.5
+        if self.pool is None:
+            return select_positions(
+                query, weights, number, run, step, kv, top_k=self.top_k, scale=scale
+            )
+        rows = kv.read(number, run)[0][:, 0].to(query.dtype)
+        size = self.pool.size
+        pools = ops.index_topk(
+            query,
+            weights,
+            self.pool.keys(rows, params),
+            start=run.start,
+            top_k=self.top_k // size,
+            scale=scale,
+            positions=size,
+        )
+        return self.pool.attended(pools, run)
+
     def _selecting(self, run: Segment) -> Segment | None:
         """The part of a run whose tokens see more than they select."""
-        first = max(run.start, self.top_k)
+        first = max(run.start, self.most)
         if first >= run.context:
             return None
         skipped = first - run.start
         return replace(run, start=first, offset=run.offset + skipped, length=run.length - skipped)
 
     def _turned(self, heads: Tensor, step: Step) -> Tensor:
+        if not self.rope_dim:
+            return heads
         cos, sin = self.rotary.cos_sin(step)
         turning, rest = heads.split((self.rope_dim, self.dim - self.rope_dim), dim=-1)
         return torch.cat((ops.rope(turning, cos, sin, interleaved=self.interleaved), rest), dim=-1)
@@ -155,7 +255,7 @@ def select_positions(
 
 @dataclass(frozen=True, slots=True)
 class SparseLatentAttention:
-    """Latent attention of which each token attends to `top_k` positions at most.
+    """Latent attention of which each token attends to `most` positions of its indexer at most.
 
     What is selected may also come from an earlier layer, whose indexer then serves several.
     """
@@ -166,12 +266,14 @@ class SparseLatentAttention:
     @property
     def kv(self) -> KVLayer:
         """What one layer keeps per token beside index keys."""
-        return replace(self.latent.kv, selected=self.indexer.top_k)
+        return replace(self.latent.kv, selected=self.indexer.most)
 
     @property
     def gathered_width(self) -> int:
         """Numbers alive besides, of one token: rows that it selects, and copies in pages."""
-        return self.indexer.top_k * (2 * self.kv.key_dim + self.kv.value_dim)
+        pool = self.indexer.pool
+        rows = self.indexer.most * (2 * self.kv.key_dim + self.kv.value_dim)
+        return rows + (0 if pool is None else pool.gathered_width)
 
     def __call__(
         self,
@@ -224,7 +326,15 @@ class SparseLatentAttention:
 
     def _seeing_all(self, run: Segment) -> Segment | None:
         """The part of a run whose tokens attend to all that they see."""
-        length = min(run.length, self.indexer.top_k - run.start)
+        length = min(run.length, self.indexer.most - run.start)
         if length <= 0:
             return None
         return run if length == run.length else replace(run, length=length)
+
+
+def _sum(groups: Tensor) -> Tensor:
+    """The sum over the second of three dimensions, in this order however many there are."""
+    first, *others = groups.unbind(1)
+    for other in others:
+        first = first + other
+    return first

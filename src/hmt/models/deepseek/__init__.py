@@ -9,4 +9,4 @@ from hmt.models.deepseek.dense import (
     prediction_layers,
 )
 from hmt.models.deepseek.glm4_moe import Glm4Moe
-from hmt.models.deepseek.sparse import DeepSeekV32, GlmMoeDsa
+from hmt.models.deepseek.sparse import DeepSeekV32, GlmMoeDsa, selecting
