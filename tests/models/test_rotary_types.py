@@ -119,7 +119,7 @@ def part(sequence: int, start: int, tokens: list[int], whole: int) -> SegmentReq
 
 
 # Whose attention knows no positions, or that have none.
-UNTURNED = ("mamba", "mamba2", "falcon_mamba", "jamba", "nemotron_h")
+UNTURNED = ("mamba", "mamba2", "falcon_mamba", "jamba", "nemotron_h", "glm5_next_text")
 TURNED = [family for family in families() if family not in UNTURNED]
 MATRIX = [
     (family, kind)

@@ -40,7 +40,8 @@ class KVLayer:
     For LATENT the value is the first `value_dim` numbers of the key and is not stored twice; for
     INDEX there is none, and `value_dim` is `key_dim`.
 
-    expanded_dim   numbers of a query head's own key and value, which prompts make of a latent
+    expanded_dim   numbers of a query head's own key and value, which prompts make of a latent; 0:
+                   they do not
     selected       positions that a token attends to at most, which an indexer selects; 0: all
     query_heads    of an indexer, each of which scores every key of INDEX
     """
@@ -72,6 +73,8 @@ class KVLayer:
     @property
     def longest_absorbed(self) -> float:
         """Runs of at most this many tokens need fewer products with latents as they are."""
+        if not self.expanded_dim:
+            return inf
         saved = self.key_dim + self.value_dim - self.expanded_dim
         return self.value_dim * self.made_dim / saved if saved > 0 else inf
 

@@ -94,6 +94,7 @@ _ALIKE = {
 # Multimodal models whose text is that of a causal language model of transformers, in its masks and
 # logits, too: Aya Vision's has no scale of logits, and PaliGemma's prompts see what comes after.
 _PLAIN = ("aria", "exaone4_5", "granite_speech", "granite_speech_plus")
+_FLAT = ("glm5_next_text",)  # may be published without encoders, and without a part for text
 _FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}  # what their code does, whatever is said
 # Of a multimodal model.
 _TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
@@ -146,7 +147,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The config.json of a multimodal model's language model; None where HMT has no such family."""
     text, kind = config.get("text_config"), f"{config.get('model_type')}_text"
-    if kind in _ALIKE and text is None and "vision_config" in config:
+    if text is None and (kind in _FLAT or (kind in _ALIKE and "vision_config" in config)):
         text = config  # as Qwen2.5-VL was published first
     elif not isinstance(text, Mapping) or "num_hidden_layers" in config:
         return None

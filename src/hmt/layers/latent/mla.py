@@ -43,9 +43,11 @@ class LatentAttention:
     What is as wide as all heads' absorbed queries, or expanded keys, exists for a piece at a time:
     for CHUNK_TOKENS tokens, or for _HEADS_AT_ONCE heads.
 
-    q_rank   width of the query's own compression; None where queries are projected directly
+    q_rank     width of the query's own compression; None where queries are projected directly
     rope_dim   0: there are no positions, and a token's row is its latent alone
-    gated    each head's result is multiplied with the sigmoid of another projection of the token
+    gated      each head's result is multiplied with the sigmoid of another projection of the token
+    expands    whether long runs are expanded.  Otherwise results have the same bits however a
+               prompt is cut: worthwhile where only the first positions are attended to by all
     """
 
     hidden_size: int
@@ -61,6 +63,7 @@ class LatentAttention:
     bias: bool = False  # of q_a_proj, kv_a_proj_with_mqa and o_proj
     norm_eps: float = 1e-6
     gated: bool = False
+    expands: bool = True
     layer: LatentLayer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,7 +85,7 @@ class LatentAttention:
     @property
     def kv(self) -> KVLayer:
         """What one layer keeps per token."""
-        own = self.nope_dim + self.rope_dim + self.value_dim
+        own = self.nope_dim + self.rope_dim + self.value_dim if self.expands else 0
         return KVLayer(
             KVKind.LATENT, 1, self.kv_rank + self.rope_dim, self.kv_rank, expanded_dim=own
         )

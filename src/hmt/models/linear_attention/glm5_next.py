@@ -53,9 +53,8 @@ class Glm5Next(LatentHybrid):
         # Without them a token of a broken pool would not see itself.
         require(config, "index_kpool_always_select_tail", True)
         still = NoRotary(0, config.max_position_embeddings)
-        attention = latent_attention(
-            config, still, config.qk_nope_head_dim**-0.5, norm_eps=config.rms_norm_eps
-        )
+        own = {"norm_eps": config.rms_norm_eps, "expands": False}
+        attention = latent_attention(config, still, config.qk_nope_head_dim**-0.5, **own)
         self._indexes = _indexing_layers(config, self._attending)
         self._mixer_streams = _streams(config, "mixer_")
         self._network_streams = _streams(config, "network_")
@@ -77,7 +76,7 @@ class Glm5Next(LatentHybrid):
             dtype,
             attention,
             _delta_attention(config),
-            ignored=(rf"^model\.layers\.{layers}\.",),  # predicts several tokens
+            ignored=(rf"(^|\.)layers\.{layers}\.",),  # predicts several tokens
         )
         spec = selecting(self.spec, self._selecting, self._indexes)
         width = spec.activation_width + self._mixer_streams.activation_width
