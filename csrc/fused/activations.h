@@ -57,7 +57,7 @@ HMT_INLINE F16v clamped_plus_one(F16v x) {
   return add(set1(1.0f), max(set1(-7.0f), min(set1(7.0f), x)));
 }
 
-// DeepSeek-V4 and GLM-5.3: the same of a usual silu.  In this order NaN stays.
+// DeepSeek-V4: the same, at most 10.
 HMT_INLINE F16v clamped_silu(F16v x) { return silu(min(set1(10.0f), x)); }
 HMT_INLINE F16v clamped(F16v x) { return max(set1(-10.0f), min(set1(10.0f), x)); }
 

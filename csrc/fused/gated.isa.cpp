@@ -11,9 +11,9 @@ HMT_INLINE F16v activate(F16v x) {
   if (kActivation == Activation::kSilu) return silu(x);
   if (kActivation == Activation::kGelu) return gelu(x);
   if (kActivation == Activation::kClampedSwish) return clamped_swish(x);
+  if (kActivation == Activation::kClampedSilu) return clamped_silu(x);
   if (kActivation == Activation::kRelu) return relu(x);
   if (kActivation == Activation::kSigmoid) return sigmoid(x);
-  if (kActivation == Activation::kClampedSilu) return clamped_silu(x);
   return gelu_tanh(x);
 }
 
@@ -57,12 +57,12 @@ void gated(const Gated& call, size_t begin, size_t end) {
         return gate_rows<Numbers, Activation::kGeluTanh>(call, begin, end);
       case Activation::kClampedSwish:
         return gate_rows<Numbers, Activation::kClampedSwish>(call, begin, end);
+      case Activation::kClampedSilu:
+        return gate_rows<Numbers, Activation::kClampedSilu>(call, begin, end);
       case Activation::kRelu:
         return gate_rows<Numbers, Activation::kRelu>(call, begin, end);
       case Activation::kSigmoid:
         return gate_rows<Numbers, Activation::kSigmoid>(call, begin, end);
-      case Activation::kClampedSilu:
-        return gate_rows<Numbers, Activation::kClampedSilu>(call, begin, end);
     }
   });
 }

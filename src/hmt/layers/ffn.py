@@ -16,7 +16,8 @@ from hmt.layers.norm import RMSNorm
 class GatedFFN:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202).
 
-    activation   "silu", "gelu", "gelu_tanh", "relu", gpt-oss' "clamped_swish", or "clamped_silu"
+    activation   "silu", "gelu", "gelu_tanh", "relu", gpt-oss' "clamped_swish", or DeepSeek-V4's
+                 "clamped_silu"
     prefix       of local names, where a block holds other parameters of the same kind
     own_gate     Otherwise up is the gate as well: with "relu" that is the square of relu(up(x)).
     """

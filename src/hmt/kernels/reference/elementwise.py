@@ -11,7 +11,7 @@ from hmt.base.errors import ConfigError
 from hmt.kernels.reference.matmul import quantize_activations
 
 _LIMIT, _SLOPE = 7.0, 1.702
-_SILU_LIMIT = 10.0
+_SILU_LIMIT = 10.0  # of DeepSeek-V4
 
 
 def _clamped_swish(x: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def _clamped_swish(x: Tensor) -> Tensor:
 
 
 def _clamped_silu(x: Tensor) -> Tensor:
-    """DeepSeek-V4, GLM-5.3: silu of x, at most 10."""
+    """DeepSeek-V4: silu of x, at most 10."""
     return functional.silu(x.clamp(max=_SILU_LIMIT))
 
 
@@ -129,9 +129,9 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, elementwise, in their dtype.
 
-    `activation` is "silu", "gelu", "gelu_tanh", "relu", "clamped_swish", with which `up` becomes
-    1 + up, clamped to -7 and 7 before, or "clamped_silu", with which `up` is clamped to -10 and 10;
-    ConfigError for anything else.
+    `activation` is "silu", "gelu", "gelu_tanh", "relu", or one that bounds `up`, too: to -7 and 7
+    "clamped_swish", which then adds 1, to -10 and 10 "clamped_silu".  ConfigError for anything
+    else.
     """
     try:
         function = _ACTIVATIONS[activation]

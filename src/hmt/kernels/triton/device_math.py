@@ -78,7 +78,7 @@ def activated(values, ACTIVATION: tl.constexpr):
         least = tl.where(values > 7.0, 7.0, values)  # which NaN passes
         out = least / (1.0 + tl.exp(-1.702 * least))
     elif ACTIVATION == "clamped_silu":
-        least = tl.where(values > 10.0, 10.0, values)
+        least = tl.where(values > 10.0, 10.0, values)  # which NaN passes
         out = least / (1.0 + tl.exp(-least))
     elif ACTIVATION == "relu":
         out = tl.where(values < 0.0, 0.0, values)  # which NaN passes
