@@ -20,6 +20,14 @@ OLMO = {
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
 }
 KIMI = {".0.block_sparse_moe.": ".0.mlp."}  # the first layer's network is dense
+# As transformers' modules call what it writes as it was published.
+GLM = {
+    ".self_attn.f_": ".self_attn.forget_gate.f_",
+    ".self_attn.dt_bias": ".self_attn.forget_gate.dt_bias",
+    ".self_attn.A_log": ".self_attn.forget_gate.A_log",
+    ".hc_attn_": ".attn_hc.",
+    ".hc_ffn_": ".ffn_hc.",
+}
 
 
 def as_published(folder: Path, names: dict[str, str], widths: tuple[int, int, int]) -> None:
@@ -39,7 +47,9 @@ def as_published(folder: Path, names: dict[str, str], widths: tuple[int, int, in
 
 
 @pytest.mark.parametrize(
-    ("name", "names"), [("olmo_hybrid-0", OLMO), ("kimi_linear-0", KIMI)], ids=["olmo", "kimi"]
+    ("name", "names"),
+    [("olmo_hybrid-0", OLMO), ("kimi_linear-0", KIMI), ("glm5_next_text-0", GLM)],
+    ids=["olmo", "kimi", "glm"],
 )
 def test_published_names_and_parts(name: str, names: dict[str, str], tmp_path: Path) -> None:
     """As written by transformers, and as published: which transformers reads alike."""

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     Gemma3ForConditionalGeneration,
+    Glm5NextForConditionalGeneration,
     LlavaForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
@@ -47,6 +48,11 @@ WHOLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "qwen3_vl": (Qwen3VLForConditionalGeneration, "qwen3-0", QWEN_VISION),
     "gemma3": (Gemma3ForConditionalGeneration, "gemma3_text-0", VISION),
     "llava": (LlavaForConditionalGeneration, "mistral-0", CLIP),
+    "glm5_next": (
+        Glm5NextForConditionalGeneration,
+        "glm5_next_text-0",
+        QWEN_VISION | {"projection_intermediate_size": 24},
+    ),
 }
 
 
@@ -54,7 +60,7 @@ def whole_model(kind: str) -> PreTrainedModel:
     made, name, vision = WHOLE[kind]
     [case] = (case for case in cases() if case.name == name)
     text = case.config.to_dict()
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "glm")):
         vision = {**vision, "out_hidden_size": text["hidden_size"]}
     if kind.endswith("_vl"):  # positions of three axes, which agree for text
         text["model_type"] = f"{kind}_text"
@@ -85,6 +91,9 @@ def test_text_of_the_whole_model(
     tensors = load_file(file)
     if kind.startswith("qwen3_5"):
         tensors["mtp.fc.weight"] = torch.ones(3, 4)
+    if kind == "glm5_next":
+        assert "model.language_model.layers.0.hc_attn_fn" in tensors, "as it is published"
+        tensors["model.language_model.layers.4.eh_proj.weight"] = torch.ones(3, 4)
     if kind == "qwen3_5_moe":
         tensors = arranged(tensors, stacked=stacked)
     save_file(tensors, file, {"format": "pt"})

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 NAMES = ["qwen3_next-0", "qwen3_5_text-0", "qwen3_5_moe_text-0", "lfm2-0", "lfm2_moe-0"]
 NAMES += ["kimi_linear-0", "mamba2-1", "falcon_h1-0", "jamba-0", "qwen4_exp_text-0"]
-NAMES += ["glm5_next_text-2"]
+NAMES += ["glm5_next_text-0"]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"executor": "plain"},
     "levels": {"kv_gpu_memory": "1MiB"},
