@@ -1,10 +1,9 @@
 """Causal language models of text parts for which transformers has no class of its own."""
 
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Glm5NextTextConfig, GenerationMixin
+from transformers import AutoModelForCausalLM, GenerationMixin, Glm5NextTextConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextPreTrainedModel,
@@ -17,7 +16,7 @@ class Glm5NextForCausalLM(Glm5NextPreTrainedModel, GenerationMixin):
 
     config: Glm5NextTextConfig
     config_class = Glm5NextTextConfig
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: Glm5NextTextConfig) -> None:
         super().__init__(config)
