@@ -73,8 +73,8 @@ def _glm5_next(rng: random.Random) -> Iterator[dict[str, Any]]:
     sparse = ["sparse", "dense", "sparse", "dense"]
     yield glm(
         3, layer_types=kinds, mlp_layer_types=sparse,
-        indexer_types=["full", "shared", "full", "full"], n_shared_experts=2, index_topk=8, index_kpool=4, linear_lower_bound=-2.5,
-        linear_conv_kernel_dim=2,
+        indexer_types=["full", "shared", "full", "full"], n_shared_experts=2,
+        index_topk=8, index_kpool=4, linear_lower_bound=-2.5, linear_conv_kernel_dim=2,
     )  # fmt: skip
 
 
