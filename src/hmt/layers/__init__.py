@@ -1,6 +1,14 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
+from hmt.layers.compressed import (
+    CompressedAttention,
+    Compressor,
+    EntryIndexer,
+    EntryPart,
+    GroupedOutput,
+    GroupRows,
+)
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated import (
     BlockIndexer,
@@ -31,6 +39,7 @@ from hmt.layers.moe import (
     ScaledSoftmaxRouter,
     SigmoidRouter,
     SoftmaxRouter,
+    SoftplusRouter,
     add_routed_experts,
     request_experts,
     routed_experts,

@@ -104,6 +104,7 @@ _COUNTS = (
 )
 _PARTIAL = (
     "bamba",
+    "deepseek_v4",
     "glm4_moe",
     "minimax_m2",
     "phi3",

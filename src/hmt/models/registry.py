@@ -10,7 +10,7 @@ import torch
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
-from hmt.models.deepseek import AXK2, DeepSeekV2, DeepSeekV3, DeepSeekV32, Glm4Moe, GlmMoeDsa
+from hmt.models.deepseek import AXK2, DeepSeekV2, DeepSeekV3, DeepSeekV32, DeepSeekV4, Glm4Moe, GlmMoeDsa
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gemma4 import Gemma4
 from hmt.models.gpt_oss import GptOss
@@ -51,6 +51,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
     "DeepseekV32ForCausalLM": ("deepseek_v32", DeepSeekV32),
+    "DeepseekV4ForCausalLM": ("deepseek_v4", DeepSeekV4),
     "FalconH1ForCausalLM": ("falcon_h1", FalconH1),
     "FalconMambaForCausalLM": ("falcon_mamba", MambaLM),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
