@@ -58,8 +58,8 @@ def _glm5_next(rng: random.Random) -> Iterator[dict[str, Any]]:
             "v_head_dim": 6,
             "index_n_heads": 16,
             "index_head_dim": 16,
-            "index_topk": 6,
-            "index_kpool": 3,
+            "index_topk": 8,
+            "index_kpool": 4,
             "hc_mult": 3,
         }
         return _kimi(seed, **(sizes | given))
@@ -74,7 +74,7 @@ def _glm5_next(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield glm(
         3, layer_types=kinds, mlp_layer_types=sparse,
         indexer_types=["full", "shared", "full", "full"], n_shared_experts=2,
-        index_topk=8, index_kpool=4, linear_lower_bound=-2.5, linear_conv_kernel_dim=2,
+        index_topk=6, index_kpool=2, linear_lower_bound=-2.5, linear_conv_kernel_dim=2,
     )  # fmt: skip
 
 

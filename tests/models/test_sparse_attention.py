@@ -137,7 +137,7 @@ def test_steps_are_not_captured_and_the_summary_says_why(
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("glm_moe_dsa-0", 700), ("deepseek_v32-2", 700), ("glm5_next_text-2", 2700)]
+    ("name", "most"), [("glm_moe_dsa-0", 700), ("deepseek_v32-2", 700), ("glm5_next_text-2", 1100)]
 )
 def test_layers_may_be_divided_between_a_device_and_the_cpu(
     name: str, most: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -198,6 +198,7 @@ def test_sizes_that_no_indexer_has_are_refused(
         ("indexer_types", ["full", "full", "full", "shared"], "layer 3 shares"),
         ("indexer_types", ["shared", "full", "full", "full"], "layer 0 shares"),
         ("index_kpool", 0, "index_kpool"),
+        ("index_kpool", 3, "index_kpool is 3"),
         ("index_topk", 6, "index_topk"),
         ("qk_rope_head_dim", 4, "NoPE"),
         ("swiglu_limit", 7.0, "swiglu_limit"),

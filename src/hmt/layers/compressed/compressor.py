@@ -170,27 +170,37 @@ class Compressor:
             shape = (self.series, part.dim)
             numbers.append(given.unflatten(1, shape))
             logits.append(wanted.unflatten(1, shape))
-        state = kv.state(layer, step)
-        mixtures = state.tensors["mixtures"]
-
-        def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
-            return self._mixed(inputs, runs, mixtures)
-
-        inputs = torch.cat(numbers, dim=2), torch.cat(logits, dim=2), places[:, None].float()
-        means = state.advance(inputs, update)
+        means = self.means(torch.cat(numbers, dim=2), torch.cat(logits, dim=2), layer, step, kv)
         found: list[list[Tensor]] = [[] for _ in self.parts]
-        for run in step.segments:
-            first = self.positions - 1 - run.start % self.positions
-            known = means[run.tokens][first :: self.positions]
+        for known in means:
             for own, part, some in zip(
                 found, self.parts, known.split([p.dim for p in self.parts], dim=1), strict=True
             ):
                 own.append(part.norm(some.contiguous(), params[f"{part.name}norm"]))
         return found
 
-    def _mixed(
-        self, inputs: Sequence[Tensor], runs: Sequence[StateRun], state: Tensor
-    ) -> Tensor:
+    def means(
+        self, numbers: Tensor, logits: Tensor, layer: int, step: Step, kv: KVCache
+    ) -> list[Tensor]:
+        """By run, the means that the run makes known: f32 [entries, dim].
+
+        numbers and logits, f32 [tokens, series, dim].  Advances the recurrent state of `layer`.
+        """
+        state = kv.state(layer, step)
+        mixtures = state.tensors["mixtures"]
+
+        def update(inputs: Sequence[Tensor], runs: Sequence[StateRun]) -> Tensor:
+            return self._mixed(inputs, runs, mixtures)
+
+        places = (step.positions % self.positions)[:, None].float()
+        means = state.advance((numbers, logits, places), update)
+        firsts = (self.positions - 1 - run.start % self.positions for run in step.segments)
+        return [
+            means[run.tokens][first :: self.positions]
+            for run, first in zip(step.segments, firsts, strict=True)
+        ]
+
+    def _mixed(self, inputs: Sequence[Tensor], runs: Sequence[StateRun], state: Tensor) -> Tensor:
         """What tokens make known, f32 [tokens, dim]; of tokens that make nothing known, anything.
 
         inputs   numbers and logits, each [tokens, series, dim], and places [tokens, 1]

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec, Role
-from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.model import KVKind, KVLayer, LayerState
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
+from hmt.layers.compressed.compressor import Compressor, EntryPart, GroupRows
 from hmt.layers.latent.mla import LatentAttention
-from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.linear import Params, linear_alike, linear_params, project
+from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
 
 _NORM_EPS = 1e-6  # of index keys, in all families
-_EXACT = Role.VECTOR
-_POOLED_POSITIONS = 4096  # whose keys are averaged at once, in f32
 
 
 class SelectedRun(NamedTuple):
@@ -50,38 +50,58 @@ class KeyPool:
     dim: int
     size: int
 
+    @property
+    def rows(self) -> GroupRows:
+        """How keys lie in the KV cache."""
+        return GroupRows(self.size, self.dim)
+
+    @property
+    def _averages(self) -> Compressor:
+        norm = RMSNorm(self.dim, 0.0)  # averages are not normed
+        part = EntryPart("index_", "", norm)
+        return Compressor(self.hidden_size, self.size, overlapping=False, parts=(part,))
+
+    @property
+    def state(self) -> LayerState:
+        """What one layer keeps of a sequence: the average that has begun."""
+        return self._averages.state
+
+    @property
+    def activation_width(self) -> int:
+        """Numbers alive per token."""
+        return self._averages.activation_width
+
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + index_kpool_compress_gate and so on in the checkpoint."""
         # VECTOR: rounding them changes which positions are selected, and they are small.
         shapes = {"gate": (self.dim, self.hidden_size), "ape": (self.size, self.dim)}
         return tuple(
-            ParamSpec(f"index_pool_{name}", shape, (f"{at}index_kpool_compress_{name}",), _EXACT)
+            ParamSpec(
+                f"index_pool_{name}", shape, (f"{at}index_kpool_compress_{name}",), Role.VECTOR
+            )
             for name, shape in shapes.items()
         )
 
-    def keys(self, rows: Tensor, params: Params) -> Tensor:
-        """Keys of whole pools, in rows.dtype: [pools, dim].
+    def append(
+        self,
+        x: Tensor,
+        key: Tensor,
+        layer: int,
+        number: int,
+        step: Step,
+        params: Params,
+        kv: KVCache,
+    ) -> None:
+        """Average the keys [tokens, dim] of tokens x; append what is known to layer `number`.
 
-        rows   [positions, 2 * dim]: a position's key, and its projection
+        Advances the recurrent state of `layer`.
         """
-        whole = rows[: len(rows) // self.size * self.size].unflatten(0, (-1, self.size))
-        return torch.cat([self._keys(groups, params) for groups in whole.split(self._together)])
-
-    @property
-    def gathered_width(self) -> int:
-        """Numbers alive besides, of the pools whose keys are computed together."""
-        return 6 * self._together * self.size * self.dim
-
-    @property
-    def _together(self) -> int:
-        return max(1, _POOLED_POSITIONS // self.size)
-
-    def _keys(self, groups: Tensor, params: Params) -> Tensor:
-        key, wanted = groups.chunk(2, dim=2)  # [pools, size, dim]
-        wanted = wanted.float() + params["index_pool_ape"].data.float()
-        weights = torch.exp((wanted - wanted.amax(1, keepdim=True)).contiguous())
-        weights = (weights / _sum(weights)[:, None]).to(key.dtype)
-        return _sum((weights * key).float()).to(key.dtype)
+        places = step.positions % self.size
+        wanted = linear_alike(x.float(), params["index_pool_gate"])
+        wanted = wanted + params["index_pool_ape"].data.float()[places]
+        own = self._averages
+        known = own.means(key.float()[:, None], wanted[:, None], layer, step, kv)
+        self.rows.append(number, step, known, kv, x)
 
     def attended(self, pools: Tensor, run: Segment) -> Tensor:
         """Positions that tokens of `run` attend to: int64 [run.length, count], or -1 for none.
@@ -122,9 +142,10 @@ class Indexer:
 
     @property
     def keys(self) -> KVLayer:
-        """What it keeps per token: its key, and what weighs that in its pool."""
-        width = self.dim if self.pool is None else 2 * self.dim
-        return KVLayer(KVKind.INDEX, 1, width, width, query_heads=self.heads)
+        """What it keeps per token."""
+        if self.pool is not None:
+            return self.pool.rows.kv(KVKind.INDEX, self.heads)
+        return KVLayer(KVKind.INDEX, 1, self.dim, self.dim, query_heads=self.heads)
 
     @property
     def most(self) -> int:
@@ -134,7 +155,7 @@ class Indexer:
     @property
     def activation_width(self) -> int:
         """Numbers alive per token: queries, turned ones, keys, weights, and positions in int64."""
-        keys = 4 * self.dim if self.pool is None else 6 * self.dim
+        keys = 4 * self.dim + (0 if self.pool is None else self.pool.activation_width)
         return 3 * self.heads * self.dim + keys + 2 * self.heads + 4 * self.most
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
@@ -151,25 +172,33 @@ class Indexer:
         )
 
     def select(
-        self, x: Tensor, compressed: Tensor, number: int, step: Step, params: Params, kv: KVCache
+        self,
+        x: Tensor,
+        compressed: Tensor,
+        layer: int,
+        number: int,
+        step: Step,
+        params: Params,
+        kv: KVCache,
     ) -> Selection:
         """What the tokens of a step attend to.  Appends their keys to layer `number` of `kv`.
 
-        x [tokens, hidden_size]; compressed [tokens, q_rank].
+        x [tokens, hidden_size]; compressed [tokens, q_rank].  Of a pool, advances state of `layer`.
         """
         key = project(x, params, "index_key").float()
         norm, bias = (params[name].data.float() for name in ("index_norm", "index_norm_bias"))
         key = torch.nn.functional.layer_norm(key, (self.dim,), norm, bias, _NORM_EPS).to(x.dtype)
         key = self._turned(key[:, None], step)
-        if self.pool is not None:
-            key = torch.cat((key, project(x, params, "index_pool_gate")[:, None]), dim=2)
-        kv.append(number, step, key, None)
+        if self.pool is None:
+            kv.append(number, step, key, None)
+        else:
+            self.pool.append(x, key[:, 0], layer, number, step, params, kv)
         ends = [end for run in step.segments if (end := self._selecting(run)) is not None]
         if not ends:
             return ()
         query = project(compressed, params, "index_query").unflatten(-1, (self.heads, -1))
         query = self._turned(query, step)
-        weights = ops.linear(x.float(), params["index_weights"]) * self.heads**-0.5
+        weights = linear_alike(x.float(), params["index_weights"]) * self.heads**-0.5
         return [
             SelectedRun(
                 run,
@@ -196,12 +225,12 @@ class Indexer:
             return select_positions(
                 query, weights, number, run, step, kv, top_k=self.top_k, scale=scale
             )
-        rows = kv.read(number, run)[0][:, 0].to(query.dtype)
         size = self.pool.size
+        keys = self.pool.rows.read_all(number, run, kv, query.device)
         pools = ops.index_topk(
             query,
             weights,
-            self.pool.keys(rows, params),
+            keys.to(query.dtype),
             start=run.start,
             top_k=self.top_k // size,
             scale=scale,
@@ -271,9 +300,7 @@ class SparseLatentAttention:
     @property
     def gathered_width(self) -> int:
         """Numbers alive besides, of one token: rows that it selects, and copies in pages."""
-        pool = self.indexer.pool
-        rows = self.indexer.most * (2 * self.kv.key_dim + self.kv.value_dim)
-        return rows + (0 if pool is None else pool.gathered_width)
+        return self.indexer.most * (2 * self.kv.key_dim + self.kv.value_dim)
 
     def __call__(
         self,
@@ -315,7 +342,7 @@ class SparseLatentAttention:
         latent = self.latent
         latent.append(x, layer, step, params, kv)
         if selection is None:
-            selection = self.indexer.select(x, compressed, keys, step, params, kv)
+            selection = self.indexer.select(x, compressed, layer, keys, step, params, kv)
         out = x.new_empty(len(x), latent.heads, latent.value_dim)
         whole = [begin for run in step.segments if (begin := self._seeing_all(run)) is not None]
         latent.attend(out, queries, layer, step, whole, params, kv)
@@ -330,11 +357,3 @@ class SparseLatentAttention:
         if length <= 0:
             return None
         return run if length == run.length else replace(run, length=length)
-
-
-def _sum(groups: Tensor) -> Tensor:
-    """The sum over the second of three dimensions, in this order however many there are."""
-    first, *others = groups.unbind(1)
-    for other in others:
-        first = first + other
-    return first

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
+from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.kernels import ops
@@ -58,6 +59,7 @@ class Glm5Next(LatentHybrid):
         self._indexes = _indexing_layers(config, self._attending)
         self._mixer_streams = _streams(config, "mixer_")
         self._network_streams = _streams(config, "network_")
+        self._pool = _pool(config)
         indexer = Indexer(
             config.hidden_size,
             config.q_lora_rank,
@@ -67,7 +69,7 @@ class Glm5Next(LatentHybrid):
             config.index_topk,
             still,
             interleaved=False,
-            pool=KeyPool(config.hidden_size, config.index_head_dim, config.index_kpool),
+            pool=self._pool,
         )
         self._selecting = SparseLatentAttention(attention, indexer)
         layers = config.num_hidden_layers
@@ -79,8 +81,12 @@ class Glm5Next(LatentHybrid):
             ignored=(rf"(^|\.)layers\.{layers}\.",),  # predicts several tokens
         )
         spec = selecting(self.spec, self._selecting, self._indexes)
-        width = spec.activation_width + self._mixer_streams.activation_width
-        self.spec = replace(spec, activation_width=width)
+        pool, states = self._pool.state, zip(spec.state, self._indexes, strict=True)
+        self.spec = replace(
+            spec,
+            activation_width=spec.activation_width + self._mixer_streams.activation_width,
+            state=tuple(pool if indexes else state for state, indexes in states),
+        )
         # Of the last step's last layer with an indexer, for a layer without one behind it.
         self._last: tuple[tuple[Segment, ...], Selection] = ((), ())
 
@@ -176,6 +182,18 @@ def _streams(config: Config, name: str) -> HyperConnection:
         config.hc_eps,
         name,
     )
+
+
+def _pool(config: Config) -> KeyPool:
+    """Raises CheckpointError where keys cannot lie in whole pages, divided among their rows."""
+    pool = KeyPool(config.hidden_size, config.index_head_dim, config.index_kpool)
+    if max(pool.size, PAGE_TOKENS) % min(pool.size, PAGE_TOKENS) or pool.dim % pool.rows.rows:
+        raise CheckpointError(
+            f"index_kpool is {pool.size}, of keys of index_head_dim {pool.dim}; HMT keeps a key in "
+            f"rows of {PAGE_TOKENS} positions, so the one must divide {PAGE_TOKENS} or be a "
+            "multiple of it, and the other be a multiple of the lesser of both"
+        )
+    return pool
 
 
 def _delta_attention(config: Config) -> DeltaAttention:
