@@ -199,7 +199,7 @@ def test_sizes_that_no_indexer_has_are_refused(
         ("indexer_types", ["shared", "full", "full", "full"], "layer 0 shares"),
         ("index_kpool", 0, "index_kpool"),
         ("index_kpool", 3, "index_kpool is 3"),
-        ("index_topk", 6, "index_topk"),
+        ("index_topk", 7, "index_topk"),
         ("qk_rope_head_dim", 4, "NoPE"),
         ("swiglu_limit", 7.0, "swiglu_limit"),
         ("linear_lower_bound", 0.0, "linear_lower_bound"),
