@@ -109,7 +109,7 @@ _FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}  # what their code does
 _TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
 _OTHER_PARTS = (
     r"(^|\.)\w*(visual|vision|image|video|audio|speech|projector|connector|aligner|perceiver)\w*\.",
-    r"(^|\.)(vqmodel|vlm_merger|merger|resampler|qformer|query_tokens|newline)\w*(\.|$)",
+    r"(^|\.)(mlp1|vqmodel|vlm_merger|merger|resampler|qformer|query_tokens|newline)\w*(\.|$)",
 )
 # What fields of types and sizes that no published file has end in, where none is checked by name.
 _WRONG = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
