@@ -10,7 +10,15 @@ import torch
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
-from hmt.models.deepseek import AXK2, DeepSeekV2, DeepSeekV3, DeepSeekV32, DeepSeekV4, Glm4Moe, GlmMoeDsa
+from hmt.models.deepseek import (
+    AXK2,
+    DeepSeekV2,
+    DeepSeekV3,
+    DeepSeekV32,
+    DeepSeekV4,
+    Glm4Moe,
+    GlmMoeDsa,
+)
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gemma4 import Gemma4
 from hmt.models.gpt_oss import GptOss

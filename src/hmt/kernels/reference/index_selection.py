@@ -110,7 +110,9 @@ def selected_attention(
              many others there are
     """
     out = query.new_empty(len(query), query.shape[1], value_dim)
-    options: dict[str, Any] = {"scale": scale} if sinks is None else {"scale": scale, "sinks": sinks}
+    options: dict[str, Any] = (
+        {"scale": scale} if sinks is None else {"scale": scale, "sinks": sinks}
+    )
     for at in range(len(query)):
         key = rows if own is None else rows[own[at]]
         value = key[..., :value_dim]

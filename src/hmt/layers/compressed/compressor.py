@@ -188,9 +188,7 @@ class Compressor:
                 own.append(part.norm(some.contiguous(), params[f"{part.name}norm"]))
         return found
 
-    def _mixed(
-        self, inputs: Sequence[Tensor], runs: Sequence[StateRun], state: Tensor
-    ) -> Tensor:
+    def _mixed(self, inputs: Sequence[Tensor], runs: Sequence[StateRun], state: Tensor) -> Tensor:
         """What tokens make known, f32 [tokens, dim]; of tokens that make nothing known, anything.
 
         inputs   numbers and logits, each [tokens, series, dim], and places [tokens, 1]

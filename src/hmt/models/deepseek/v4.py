@@ -253,9 +253,7 @@ def _attention(config: Config, kind: str) -> CompressedAttention:
     )
 
 
-def _compressor(
-    config: Config, kind: str, turning: int
-) -> tuple[Compressor, EntryIndexer | None]:
+def _compressor(config: Config, kind: str, turning: int) -> tuple[Compressor, EntryIndexer | None]:
     selects = kind == _SELECTED
     positions = config.compress_rates.get(kind)
     even = type(positions) is int and 1 <= positions <= _MOST_POSITIONS
