@@ -15,7 +15,7 @@ from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer, LayerState, StateTensor
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, StateRun
-from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.linear import Params, project
 from hmt.layers.norm import RMSNorm
 
 _MIXTURE = 3  # rows of numbers: the largest logit, the sum of weights, and that of weighted numbers
@@ -145,11 +145,13 @@ class Compressor:
         found: list[ParamSpec] = []
         for part in self.parts:
             width, own, name = self.series * part.dim, at + part.at, part.name
-            bias = ParamSpec(f"{name}bias", (self.positions, width), (f"{own}ape",), Role.VECTOR)
+            shape = (width, self.hidden_size)
+            # VECTOR: rounding them changes all that stands for positions; they are published in 16
+            # bits where the matrices beside them have 8.
             found += (
-                *linear_params(f"{name}kv", width, self.hidden_size, f"{own}wkv"),
-                *linear_params(f"{name}gate", width, self.hidden_size, f"{own}wgate"),
-                bias,
+                ParamSpec(f"{name}kv", shape, (f"{own}wkv.weight",), Role.VECTOR),
+                ParamSpec(f"{name}gate", shape, (f"{own}wgate.weight",), Role.VECTOR),
+                ParamSpec(f"{name}bias", (self.positions, width), (f"{own}ape",), Role.VECTOR),
                 part.norm.param(f"{name}norm", f"{own}norm.weight"),
             )
         return tuple(found)
