@@ -19,7 +19,7 @@ FOLLOWED = (
     "glm4v, text part", "llama4, text part",
 )  # fmt: skip
 OWN = (  # families of HMT's
-    "axk2", "deepseek_v32", "gemma4_text", "gemma4_text, experts", "gemma4_text, large",
+    "axk2", "deepseek_v32", "deepseek_v4", "gemma4_text", "gemma4_text, experts", "gemma4_text, large",
     "gemma4, text part", "glm4_moe", "glm_moe_dsa", "minimax_m2", "qwen4_exp_text",
     "qwen4_exp, text part", "glm5_next, text part",
 )  # fmt: skip

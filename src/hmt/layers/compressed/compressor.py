@@ -15,7 +15,7 @@ from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer, LayerState, StateTensor
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, StateRun
-from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.linear import Params, project
 from hmt.layers.norm import RMSNorm
 
 _MIXTURE = 3  # rows of numbers: the largest logit, the sum of weights, and that of weighted numbers
@@ -103,31 +103,19 @@ class EntryPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Compressor:
-    """Makes an entry of each so many positions (DeepSeek-V4, sections 2.3.1 and 2.3.2).
+class GroupMeans:
+    """Means of what the tokens of each so many positions give, by weights of each number.
 
-    Each token gives numbers, and as many logits, to which those of its place among the positions
-    are added.  An entry is the mean of its tokens' numbers, weighed by a softmax of their logits
-    for each number by itself; normed.
+    The weights are a softmax of the tokens' logits, for each number by itself.  A mean is known
+    with the last of its positions; one that has begun is recurrent state.
 
-    positions     of an entry
-    overlapping   each token gives all this twice: to its own entry, and to the one behind it
+    dim      numbers of a mean
+    series   means that a token gives to: to its own, and to those behind it
     """
 
-    hidden_size: int
     positions: int
-    overlapping: bool
-    parts: tuple[EntryPart, ...]
-
-    @property
-    def dim(self) -> int:
-        """Numbers of an entry, of all parts."""
-        return sum(part.dim for part in self.parts)
-
-    @property
-    def series(self) -> int:
-        """Entries that a token gives to."""
-        return 1 + self.overlapping
+    dim: int
+    series: int = 1
 
     @property
     def state(self) -> LayerState:
@@ -137,52 +125,13 @@ class Compressor:
 
     @property
     def activation_width(self) -> int:
-        """Numbers alive per token, in f32: what it gives, arranged by place; mixtures, entries."""
+        """Numbers alive per token, in f32: what it gives, arranged by place; mixtures, means."""
         return 2 * (6 * self.series + 3 * _MIXTURE) * self.dim
 
-    def params(self, at: str) -> tuple[ParamSpec, ...]:
-        """Parameters, called `at` + wkv, wgate, ape and norm of each part in the checkpoint."""
-        found: list[ParamSpec] = []
-        for part in self.parts:
-            width, own, name = self.series * part.dim, at + part.at, part.name
-            bias = ParamSpec(f"{name}bias", (self.positions, width), (f"{own}ape",), Role.VECTOR)
-            found += (
-                *linear_params(f"{name}kv", width, self.hidden_size, f"{own}wkv"),
-                *linear_params(f"{name}gate", width, self.hidden_size, f"{own}wgate"),
-                bias,
-                part.norm.param(f"{name}norm", f"{own}norm.weight"),
-            )
-        return tuple(found)
-
     def __call__(
-        self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache
-    ) -> list[list[Tensor]]:
-        """By part, and in it by run, the entries that the run makes known: f32 [entries, dim].
-
-        x [tokens, hidden_size].  Advances the recurrent state of `layer`.
-        """
-        places = step.positions % self.positions
-        numbers, logits = [], []
-        for part in self.parts:
-            given = project(x, params, f"{part.name}kv").float()
-            wanted = project(x, params, f"{part.name}gate").float()
-            wanted = wanted + params[f"{part.name}bias"].data.float()[places]
-            shape = (self.series, part.dim)
-            numbers.append(given.unflatten(1, shape))
-            logits.append(wanted.unflatten(1, shape))
-        means = self.means(torch.cat(numbers, dim=2), torch.cat(logits, dim=2), layer, step, kv)
-        found: list[list[Tensor]] = [[] for _ in self.parts]
-        for known in means:
-            for own, part, some in zip(
-                found, self.parts, known.split([p.dim for p in self.parts], dim=1), strict=True
-            ):
-                own.append(part.norm(some.contiguous(), params[f"{part.name}norm"]))
-        return found
-
-    def means(
         self, numbers: Tensor, logits: Tensor, layer: int, step: Step, kv: KVCache
     ) -> list[Tensor]:
-        """By run, the means that the run makes known: f32 [entries, dim].
+        """By run, the means that the run makes known: f32 [means, dim].
 
         numbers and logits, f32 [tokens, series, dim].  Advances the recurrent state of `layer`.
         """
@@ -245,6 +194,90 @@ class Compressor:
         whole = end // size
         means = mixtures[0, :whole, 2] / mixtures[0, :whole, 1]
         return means, mixtures[:, whole]
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """Makes an entry of each so many positions (DeepSeek-V4, sections 2.3.1 and 2.3.2).
+
+    Each token gives numbers, and as many logits, to which those of its place among the positions
+    are added.  An entry is the mean of its tokens' numbers, weighed by a softmax of their logits
+    for each number by itself; normed.
+
+    positions     of an entry
+    overlapping   each token gives all this twice: to its own entry, and to the one behind it
+    """
+
+    hidden_size: int
+    positions: int
+    overlapping: bool
+    parts: tuple[EntryPart, ...]
+
+    @property
+    def dim(self) -> int:
+        """Numbers of an entry, of all parts."""
+        return sum(part.dim for part in self.parts)
+
+    @property
+    def series(self) -> int:
+        """Entries that a token gives to."""
+        return 1 + self.overlapping
+
+    @property
+    def means(self) -> GroupMeans:
+        """What entries are before their norms."""
+        return GroupMeans(self.positions, self.dim, self.series)
+
+    @property
+    def state(self) -> LayerState:
+        """What one layer keeps of a sequence."""
+        return self.means.state
+
+    @property
+    def activation_width(self) -> int:
+        """Numbers alive per token."""
+        return self.means.activation_width
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """Parameters, called `at` + wkv, wgate, ape and norm of each part in the checkpoint."""
+        found: list[ParamSpec] = []
+        for part in self.parts:
+            width, own, name = self.series * part.dim, at + part.at, part.name
+            shape = (width, self.hidden_size)
+            # VECTOR: rounding them changes all that stands for positions; they are published in 16
+            # bits where the matrices beside them have 8.
+            found += (
+                ParamSpec(f"{name}kv", shape, (f"{own}wkv.weight",), Role.VECTOR),
+                ParamSpec(f"{name}gate", shape, (f"{own}wgate.weight",), Role.VECTOR),
+                ParamSpec(f"{name}bias", (self.positions, width), (f"{own}ape",), Role.VECTOR),
+                part.norm.param(f"{name}norm", f"{own}norm.weight"),
+            )
+        return tuple(found)
+
+    def __call__(
+        self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache
+    ) -> list[list[Tensor]]:
+        """By part, and in it by run, the entries that the run makes known: f32 [entries, dim].
+
+        x [tokens, hidden_size].  Advances the recurrent state of `layer`.
+        """
+        places = step.positions % self.positions
+        numbers, logits = [], []
+        for part in self.parts:
+            given = project(x, params, f"{part.name}kv").float()
+            wanted = project(x, params, f"{part.name}gate").float()
+            wanted = wanted + params[f"{part.name}bias"].data.float()[places]
+            shape = (self.series, part.dim)
+            numbers.append(given.unflatten(1, shape))
+            logits.append(wanted.unflatten(1, shape))
+        means = self.means(torch.cat(numbers, dim=2), torch.cat(logits, dim=2), layer, step, kv)
+        found: list[list[Tensor]] = [[] for _ in self.parts]
+        for known in means:
+            for own, part, some in zip(
+                found, self.parts, known.split([p.dim for p in self.parts], dim=1), strict=True
+            ):
+                own.append(part.norm(some.contiguous(), params[f"{part.name}norm"]))
+        return found
 
 
 def _add(mixtures: Tensor, numbers: Tensor, logits: Tensor) -> None:

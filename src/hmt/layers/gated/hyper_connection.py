@@ -70,14 +70,16 @@ class HyperConnection:
         streams [tokens, streams * hidden_size]
         """
         count, own = self.streams, self.name
-        sizes = (count, count, count * count)
-        products = _products(streams, params, f"{own}fn", self.norm_eps).split(sizes, dim=1)
-        base = params[f"{own}base"].data.float().split(sizes)
-        scale = params[f"{own}scale"].data.float()
-        read, spread, mixed = (p * scale[n] + base[n] for n, p in enumerate(products))
-        mixed = self._doubly_stochastic(mixed.unflatten(1, (count, count)))
-        x = _weighed(streams, ops.sigmoid(read) + self.eps)
-        return x, StreamMix(2 * ops.sigmoid(spread), mixed)
+        products = _products(streams, params, f"{own}fn", self.norm_eps)
+        weights, spread, mixed = ops.stream_mixes(
+            products,
+            params[f"{own}base"].data.float(),
+            params[f"{own}scale"].data.float(),
+            streams=count,
+            iterations=self.iterations,
+            eps=self.eps,
+        )
+        return _weighed(streams, weights), StreamMix(spread, mixed)
 
     def write(self, streams: Tensor, out: Tensor, mix: StreamMix) -> Tensor:
         """The streams, mixed, and a sublayer's output [tokens, hidden_size] added to each.
@@ -88,18 +90,6 @@ class HyperConnection:
         for number, stream in enumerate(streams.chunk(self.streams, dim=1)):
             total = total + mix.mixed[:, number, :, None] * stream.float()[:, None]
         return total.flatten(1).to(streams.dtype)
-
-    def _doubly_stochastic(self, wanted: Tensor) -> Tensor:
-        """Of logits [tokens, streams, streams]: rows and columns that add up to about 1."""
-        # Streams first: sums are then of whole tensors, in an order that is always the same.
-        mixed = wanted.permute(1, 2, 0)
-        mixed = torch.exp((mixed - mixed.amax(1, keepdim=True)).contiguous())
-        mixed = mixed / _sum(mixed, 1) + self.eps
-        mixed = mixed / (_sum(mixed, 0) + self.eps)
-        for _ in range(self.iterations - 1):
-            mixed = mixed / (_sum(mixed, 1) + self.eps)
-            mixed = mixed / (_sum(mixed, 0) + self.eps)
-        return mixed.permute(2, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +133,3 @@ def _weighed(streams: Tensor, weights: Tensor) -> Tensor:
     for stream, weight in parts:
         total = total + weight * stream.float()
     return total.to(streams.dtype)
-
-
-def _sum(numbers: Tensor, dim: int) -> Tensor:
-    """The sum over a dimension, which stays, one number after the other."""
-    first, *others = numbers.unbind(dim)
-    for other in others:
-        first = first + other
-    return first.unsqueeze(dim)

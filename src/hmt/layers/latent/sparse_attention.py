@@ -12,10 +12,9 @@ from hmt.contracts.model import KVKind, KVLayer, LayerState
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
-from hmt.layers.compressed.compressor import Compressor, EntryPart, GroupRows
+from hmt.layers.compressed.compressor import GroupMeans, GroupRows
 from hmt.layers.latent.mla import LatentAttention
 from hmt.layers.linear import Params, linear_alike, linear_params, project
-from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
 
 _NORM_EPS = 1e-6  # of index keys, in all families
@@ -56,20 +55,19 @@ class KeyPool:
         return GroupRows(self.size, self.dim)
 
     @property
-    def _averages(self) -> Compressor:
-        norm = RMSNorm(self.dim, 0.0)  # averages are not normed
-        part = EntryPart("index_", "", norm)
-        return Compressor(self.hidden_size, self.size, overlapping=False, parts=(part,))
+    def averages(self) -> GroupMeans:
+        """What makes the keys."""
+        return GroupMeans(self.size, self.dim)
 
     @property
     def state(self) -> LayerState:
         """What one layer keeps of a sequence: the average that has begun."""
-        return self._averages.state
+        return self.averages.state
 
     @property
     def activation_width(self) -> int:
         """Numbers alive per token."""
-        return self._averages.activation_width
+        return self.averages.activation_width
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + index_kpool_compress_gate and so on in the checkpoint."""
@@ -99,8 +97,7 @@ class KeyPool:
         places = step.positions % self.size
         wanted = linear_alike(x.float(), params["index_pool_gate"])
         wanted = wanted + params["index_pool_ape"].data.float()[places]
-        own = self._averages
-        known = own.means(key.float()[:, None], wanted[:, None], layer, step, kv)
+        known = self.averages(key.float()[:, None], wanted[:, None], layer, step, kv)
         self.rows.append(number, step, known, kv, x)
 
     def attended(self, pools: Tensor, run: Segment) -> Tensor:

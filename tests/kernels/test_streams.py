@@ -1,0 +1,48 @@
+"""Mixtures of residual streams: compiled code beside plain torch, and properties of the matrix."""
+
+import pytest
+import torch
+
+from hmt.kernels import ops, reference
+from hmt.kernels.cpu import extension
+
+
+def inputs(tokens: int, streams: int, scale: float) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(streams)
+    width = streams * (streams + 2)
+    products = torch.randn(tokens, width, generator=generator) * scale
+    return products, torch.randn(width, generator=generator), torch.tensor([0.7, 1.3, -0.4])
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4, 7, 64])
+@pytest.mark.parametrize(("iterations", "scale"), [(1, 1.0), (20, 1.0), (20, 40.0)])
+def test_compiled_weights_are_those_of_plain_torch(
+    streams: int, iterations: int, scale: float
+) -> None:
+    given = inputs(9, streams, scale)
+    options = {"streams": streams, "iterations": iterations, "eps": 1e-6}
+    wanted = reference.stream_mixes(*(part.double() for part in given), **options)
+    for compute in (reference.stream_mixes, ops.stream_mixes):
+        found = compute(*given, **options)
+        for got, right in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, right.to(got), atol=2e-5, rtol=1e-4)
+    # A doubly stochastic matrix is where the iterations lead; columns were divided last.
+    mixed = found[2]
+    assert (mixed >= 0).all() and (mixed.sum(1) <= 1 + 1e-5).all()
+
+
+@pytest.mark.skipif(extension.load() is None, reason="needs the compiled extension")
+def test_a_token_has_the_same_bits_wherever_it_stands() -> None:
+    products, base, scale = inputs(37, 4, 3.0)
+    options = {"streams": 4, "iterations": 20, "eps": 1e-6}
+    whole = ops.stream_mixes(products, base, scale, **options)
+    for token in range(37):
+        alone = ops.stream_mixes(products[token : token + 1], base, scale, **options)
+        for one, all_of_them in zip(alone, whole, strict=True):
+            assert torch.equal(one[0], all_of_them[token])
+    broken = products.clone()
+    broken[5, 3] = float("nan")
+    read, spread, mixed = ops.stream_mixes(broken, base, scale, **options)
+    rows = [n for n in range(37) if n != 5]
+    for found, right in zip((read, spread, mixed), whole, strict=True):
+        assert torch.equal(found[rows], right[rows])
