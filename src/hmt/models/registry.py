@@ -14,8 +14,8 @@ from hmt.models.deepseek import (
     AXK2,
     DeepSeekV2,
     DeepSeekV3,
-    DeepSeekV32,
     DeepSeekV4,
+    DeepSeekV32,
     Glm4Moe,
     GlmMoeDsa,
 )
