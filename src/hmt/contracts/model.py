@@ -194,7 +194,7 @@ class ModelSpec:
         return 2 * self.layers + layer
 
     def by_kv_layer(self, known: Mapping[int, int]) -> dict[int, int]:
-        """What is `known` by layer, also of all else that these layers keep.  Not of other stages."""
+        """What is `known` by layer, also of what else these layers keep.  Not of other stages."""
         own = {layer: value for layer, value in known.items() if layer < self.layers}
         return {
             first + layer: value

@@ -212,9 +212,9 @@ class KVCache(Protocol):
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write the step's tokens: key [tokens, heads, key_dim], value [tokens, heads, value_dim].
 
-        `value` is None for LATENT layers.  Call once per layer and step, before `attend`.  Of a layer
-        whose rows are `grouped`, each run has rows from the first of the group in which it begins:
-        those that another step wrote are written again.
+        `value` is None for LATENT layers.  Call once per layer and step, before `attend`.
+        Of a layer whose rows are `grouped`, each run has rows from the first of the group in which
+        it begins: those that another step wrote are written again.
         """
         ...
 

@@ -31,9 +31,9 @@ def kinds_of(layers: Mapping[int, KVLayer]) -> list[tuple[KVLayer, list[int]]]:
 def layout_of(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) -> ops.PageLayout:
     """How a layer's page lies in the memory of a host or a device.
 
-    Words of 16 tokens for compiled kernels, plain rows for those of GPUs.  Index keys, and rows that
-    several positions share, are plain rows everywhere, since products of matrices read all of them: as words, 131,072 keys of 128
-    numbers took two cores 45 ms to turn around, and 13 to multiply with 64 heads.
+    Words of 16 tokens for compiled kernels, plain rows for those of GPUs.  Index keys and `grouped`
+    rows are plain rows everywhere, since products of matrices read all of them: as words, 131,072
+    keys of 128 numbers took two cores 45 ms to turn around, and 13 to multiply with 64 heads.
     """
     dims = layer.heads, layer.key_dim, layer.value_dim
     rows = not backend_on(where).on_host

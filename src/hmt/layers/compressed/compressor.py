@@ -181,7 +181,7 @@ class GroupMeans:
         ]
         numbers, logits = (part.unflatten(0, (count, size)) for part in padded)
         mixtures = begun.new_zeros(self.series, count + 1, _MIXTURE, self.dim)
-        # A token's last series is for the entry behind its own: first of all, what that begins with.
+        # What tokens give to the entry behind theirs comes first: that begins with it.
         for series in reversed(range(self.series)):
             mixtures[series, 0] = begun[series]
             if series + 1 < self.series:

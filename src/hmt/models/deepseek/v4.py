@@ -85,7 +85,8 @@ class DeepSeekV4(Decoder):
         self._collapse = HyperHead(
             hidden, config.hc_mult, config.rms_norm_eps, config.hc_eps, "hyper_"
         )
-        parts = (*self._attentions.values(), self._shared, self._expert)
+        widths = [attention.activation_width for attention in self._attentions.values()]
+        widths += [self._shared.activation_width + hidden, self._expert.activation_width]
         # Of the last step, for guesses of what its tokens will choose.
         self._token_ids: Tensor | None = None
         super().__init__(
@@ -93,8 +94,7 @@ class DeepSeekV4(Decoder):
             dtype,
             norm=norm(config),
             kv=[self._attentions[kind].kv for kind in self._kinds],
-            activation_width=max(part.activation_width for part in parts)
-            + self._hyper.activation_width,
+            activation_width=max(widths) + self._hyper.activation_width,
             router=self._routers[0],
             ignored=(r"(^|\.)mtp\.",),
             uncaptured=_NOT_CAPTURED,
