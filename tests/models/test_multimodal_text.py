@@ -210,3 +210,14 @@ def test_a_flat_configuration_is_that_of_the_nested_one() -> None:
     assert opened.spec == nested.spec and "text only" in " ".join(opened.spec.remarks)
     ours, theirs = (m._rotaries[0].frequencies(100) for m in (opened, nested))
     assert torch.equal(ours, theirs)
+
+
+def test_a_text_part_may_be_published_alone() -> None:
+    """GLM-5.3-Flash without its vision tower: the fields of the text are at the top."""
+    whole = whole_model("glm5_next").config.to_dict()
+    whole["architectures"] = ["Glm5NextForConditionalGeneration"]
+    text = {k: v for k, v in whole["text_config"].items() if k != "model_type"}
+    flat = text | {"architectures": whole["architectures"], "model_type": "glm5_next"}
+    path, dtype = Path("some/where"), torch.float32
+    nested, opened = (open_model(one, path, dtype) for one in (whole, flat))
+    assert opened.spec == nested.spec
