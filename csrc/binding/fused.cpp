@@ -151,6 +151,20 @@ void bind_streams(nb::module_& m) {
                            at<float>(spread), at<float>(mixed)};
     compute(2 * tokens * streams * streams * iterations, [&] { mix_streams(call); });
   });
+  m.def("read_streams", [](Address rows, int type, size_t tokens, size_t streams, size_t width,
+                           Address weights, Address x, size_t threads) {
+    const Streams call{type_of(type), tokens, streams, width, at<const void>(rows),
+                       at<const float>(weights), nullptr, at<void>(x), nullptr};
+    compute(tokens * streams * width, [&] { read_streams(call, threads); });
+  });
+  m.def("write_streams", [](Address rows, int type, size_t tokens, size_t streams, size_t width,
+                            Address weights, Address mixed, Address x, Address out,
+                            size_t threads) {
+    const Streams call{type_of(type), tokens, streams, width, at<const void>(rows),
+                       at<const float>(weights), at<const float>(mixed), at<void>(x),
+                       at<void>(out)};
+    compute(tokens * streams * streams * width, [&] { write_streams(call, threads); });
+  });
 }
 
 }  // namespace

@@ -2,6 +2,9 @@
 
 #include <cmath>
 
+#include "base/thread_pool.h"
+#include "fused/grain.h"
+
 namespace hmt {
 namespace {
 
@@ -49,6 +52,18 @@ void mix_streams(const StreamMixes& call) {
       normalise(mixed, n, n, 1, call.eps);
     }
   }
+}
+
+void read_streams(const Streams& call, std::size_t threads) {
+  const StreamKernels& kernels = active(stream_kernels_tables());
+  share(call.tokens, rows_per_grain(call.streams * call.width), threads,
+        [&](std::size_t begin, std::size_t end) { kernels.read(call, begin, end); });
+}
+
+void write_streams(const Streams& call, std::size_t threads) {
+  const StreamKernels& kernels = active(stream_kernels_tables());
+  share(call.tokens, rows_per_grain(call.streams * call.streams * call.width), threads,
+        [&](std::size_t begin, std::size_t end) { kernels.write(call, begin, end); });
 }
 
 }  // namespace hmt

@@ -31,6 +31,36 @@ def test_compiled_weights_are_those_of_plain_torch(
     assert (mixed >= 0).all() and (mixed.sum(1) <= 1 + 1e-5).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "streams", "width"), [(1, 4, 64), (5, 3, 37), (70, 2, 520)])
+def test_streams_are_read_and_written_to_the_bit(
+    dtype: torch.dtype, tokens: int, streams: int, width: int
+) -> None:
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.randn(tokens, streams * width, generator=generator).to(dtype)
+    x = torch.randn(tokens, width, generator=generator).to(dtype)
+    rows[0, 0], x[0, 1] = float("inf"), float("nan")
+    read, spread, mixed = reference.stream_mixes(
+        *inputs(tokens, streams, 1.0), streams=streams, iterations=3, eps=1e-6
+    )
+    for operation, given in (
+        ("read_streams", (rows, read)),
+        ("write_streams", (rows, x, spread, mixed)),
+    ):
+        wanted = getattr(reference, operation)(*given)
+        found = getattr(ops, operation)(*given)
+        assert found.dtype is dtype
+        torch.testing.assert_close(found, wanted, atol=0, rtol=0, equal_nan=True)
+    apart = rows.double().unflatten(1, (streams, width))[1:]
+    near = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    exact = (apart * read.double()[1:, :, None]).sum(1)
+    torch.testing.assert_close(ops.read_streams(rows, read)[1:].double(), exact, atol=near, rtol=0)
+    exact = mixed.double()[1:].transpose(1, 2) @ apart
+    exact += spread.double()[1:, :, None] * x.double()[1:, None]
+    found = ops.write_streams(rows, x, spread, mixed)[1:].double()
+    torch.testing.assert_close(found, exact.flatten(1), atol=near, rtol=0)
+
+
 @pytest.mark.skipif(extension.load() is None, reason="needs the compiled extension")
 def test_a_token_has_the_same_bits_wherever_it_stands() -> None:
     products, base, scale = inputs(37, 4, 3.0)

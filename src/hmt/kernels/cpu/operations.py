@@ -69,6 +69,8 @@ class CompiledOperations:
         self.selective_scan = partial(recurrent.selective_scan, native)
         self.stack = partial(stack.stack, native)
         self.stream_mixes = partial(streams.stream_mixes, native)
+        self.read_streams = partial(streams.read_streams, native)
+        self.write_streams = partial(streams.write_streams, native)
         self.sigmoid_gated = partial(elementwise.sigmoid_gated, native)
         self.state_space_scan = partial(recurrent.state_space_scan, native)
         self.time_steps = partial(recurrent.time_steps, native)

@@ -33,6 +33,31 @@ def stream_mixes(
     return sigmoid(read) + eps, 2 * sigmoid(spread), mixed.permute(2, 0, 1)
 
 
+def read_streams(streams: Tensor, weights: Tensor) -> Tensor:
+    """The sum of streams times weights, one after the other, rounded once.
+
+    streams [tokens, count * width]; weights f32 [tokens, count].  Returns [tokens, width] in
+    streams.dtype.
+    """
+    parts = zip(streams.chunk(weights.shape[1], dim=1), weights.split(1, dim=1), strict=True)
+    total = torch.zeros((), device=streams.device)
+    for stream, weight in parts:
+        total = total + weight * stream.float()
+    return total.to(streams.dtype)
+
+
+def write_streams(streams: Tensor, x: Tensor, spread: Tensor, mixed: Tensor) -> Tensor:
+    """Streams that are mixed, and x times a weight added to each: the shape and dtype of streams.
+
+    streams [tokens, count * width]; x [tokens, width]; spread and mixed as `stream_mixes` gives
+    them.  Computed in f32, first x and then one stream after the other, and rounded once.
+    """
+    total = spread[..., None] * x.float()[:, None]
+    for number, stream in enumerate(streams.chunk(spread.shape[1], dim=1)):
+        total = total + mixed[:, number, :, None] * stream.float()[:, None]
+    return total.flatten(1).to(streams.dtype)
+
+
 def _sum(numbers: Tensor, dim: int) -> Tensor:
     """The sum over a dimension, which stays, one number after the other."""
     first, *others = numbers.unbind(dim)

@@ -79,17 +79,14 @@ class HyperConnection:
             iterations=self.iterations,
             eps=self.eps,
         )
-        return _weighed(streams, weights), StreamMix(spread, mixed)
+        return ops.read_streams(streams, weights), StreamMix(spread, mixed)
 
     def write(self, streams: Tensor, out: Tensor, mix: StreamMix) -> Tensor:
         """The streams, mixed, and a sublayer's output [tokens, hidden_size] added to each.
 
         Computed in f32 and rounded once: [tokens, streams * hidden_size] in streams.dtype.
         """
-        total = mix.spread[..., None] * out.float()[:, None]
-        for number, stream in enumerate(streams.chunk(self.streams, dim=1)):
-            total = total + mix.mixed[:, number, :, None] * stream.float()[:, None]
-        return total.flatten(1).to(streams.dtype)
+        return ops.write_streams(streams, out, mix.spread, mix.mixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,7 @@ class HyperHead:
         own = self.name
         products = _products(streams, params, f"{own}fn", self.norm_eps)
         wanted = products * params[f"{own}scale"].data.float() + params[f"{own}base"].data.float()
-        return _weighed(streams, ops.sigmoid(wanted) + self.eps)
+        return ops.read_streams(streams, ops.sigmoid(wanted) + self.eps)
 
 
 def _products(streams: Tensor, params: Params, name: str, eps: float) -> Tensor:
@@ -124,12 +121,3 @@ def _products(streams: Tensor, params: Params, name: str, eps: float) -> Tensor:
     rows = streams.float()
     ones = torch.ones(rows.shape[1], device=rows.device)
     return linear_alike(ops.rms_norm(rows, ones, eps), params[name])
-
-
-def _weighed(streams: Tensor, weights: Tensor) -> Tensor:
-    """The sum of streams times weights f32 [tokens, streams], one after the other."""
-    parts = zip(streams.chunk(weights.shape[1], dim=1), weights.split(1, dim=1), strict=True)
-    total = torch.zeros((), device=streams.device)
-    for stream, weight in parts:
-        total = total + weight * stream.float()
-    return total.to(streams.dtype)
