@@ -120,11 +120,9 @@ class Glm5Next(LatentHybrid):
 
     @override
     def final_norm(self, hidden: Tensor, params: Params) -> Tensor:
-        first, *others = hidden.chunk(self._mixer_streams.streams, dim=1)
-        total = first.float()
-        for other in others:  # in this order, whatever the number of tokens
-            total = total + other
-        return super().final_norm((total / (1 + len(others))).to(hidden.dtype), params)
+        count = self._mixer_streams.streams
+        alike = torch.full((len(hidden), count), 1 / count, device=hidden.device)
+        return super().final_norm(ops.read_streams(hidden, alike), params)
 
     @override
     def mix(self, index: int, hidden: Tensor, step: Step, params: Params, kv: KVCache) -> Tensor:
