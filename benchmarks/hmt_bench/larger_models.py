@@ -24,6 +24,7 @@ from hmt.contracts.blocks import BlockKind
 from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert
 from hmt.models import open_model
+from hmt.planner.builtin import builtin_text
 from hmt.profiling.random_model import Tensor, write_random_model
 from hmt.weights.checksum import checksum
 from hmt.weights.pack import MANIFEST, CopiedFile, PackedBlock, encode, read_manifest
@@ -136,21 +137,29 @@ _FLASH_NEXT = {
     "eos_token_id": 1,
 }
 _GLM_FLASH = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
+    **json.loads(builtin_text("glm-5.3-flash", "shapes", ".json", "shapes"))["text_config"],
+    "architectures": ["Glm5NextForCausalLM"],
     "dtype": "bfloat16",
-    "vocab_size": 154880,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "dtype": "bfloat16",
+    "vocab_size": 8192,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
     "moe_intermediate_size": 2048,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
     "q_lora_rank": 1536,
     "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192,
+    "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "n_routed_experts": 288,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
     "num_experts_per_tok": 8,
     "n_shared_experts": 1,
     "n_group": 1,
@@ -161,18 +170,18 @@ _GLM_FLASH = {
     "topk_method": "noaux_tc",
     "index_topk": 2048,
     "index_head_dim": 128,
-    "index_n_heads": 32,
+    "index_n_heads": 64,
     "hidden_act": "silu",
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    "max_position_embeddings": 1048576,
+    "max_position_embeddings": 163840,
     "attention_bias": False,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
-# Qwen3.8-Flash-Next: 125 billion parameters in 48 layers, and 51 in a table of n-grams.  And the
-# sizes of GLM-5.3-Flash (320 billion in 45 layers) in the family of GLM-5, whose attention differs.
+# Qwen3.8-Flash-Next: 125 billion parameters in 48 layers, and 51 in a table of n-grams.  And
+# GLM-5.3-Flash, 320 billion in 45 layers; here the first three have experts, too.
 LARGE_MODELS = {
     "flash-next": LargeModel(
         _FLASH_NEXT,
@@ -183,7 +192,11 @@ LARGE_MODELS = {
     ),
     "glm-flash": LargeModel(
         _GLM_FLASH,
-        {"indexer_types": ["full"], "mlp_layer_types": ["sparse"]},
+        {
+            "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+            "indexer_types": ["full"],
+            "mlp_layer_types": ["sparse"],
+        },
         "n_routed_experts",
         "n_shared_experts",
         45,
@@ -193,21 +206,7 @@ LARGE_MODELS = {
 # The vocabulary is small.
 LAYER_SETS = {
     "v3.2": LargeModel(
-        _GLM_FLASH
-        | {
-            "architectures": ["DeepseekV32ForCausalLM"],
-            "model_type": "deepseek_v32",
-            "vocab_size": 8192,
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "n_routed_experts": 16,
-            "index_n_heads": 64,
-            "max_position_embeddings": 163840,
-        },
+        _V32,
         {"mlp_layer_types": ["sparse"]},
         "n_routed_experts",
         "n_shared_experts",

@@ -7,6 +7,7 @@
 #include "fused/rotary.h"
 #include "fused/routing.h"
 #include "fused/sampling.h"
+#include "fused/streams.h"
 
 namespace hmt::binding {
 namespace {
@@ -141,6 +142,31 @@ void bind_sampling(nb::module_& m) {
   });
 }
 
+void bind_streams(nb::module_& m) {
+  m.def("mix_streams", [](Address products, Address base, Address scale, size_t tokens,
+                          size_t streams, size_t iterations, float eps, Address read,
+                          Address spread, Address mixed) {
+    const StreamMixes call{tokens, streams, iterations, eps, at<const float>(products),
+                           at<const float>(base), at<const float>(scale), at<float>(read),
+                           at<float>(spread), at<float>(mixed)};
+    compute(2 * tokens * streams * streams * iterations, [&] { mix_streams(call); });
+  });
+  m.def("read_streams", [](Address rows, int type, size_t tokens, size_t streams, size_t width,
+                           Address weights, Address x, size_t threads) {
+    const Streams call{type_of(type), tokens, streams, width, at<const void>(rows),
+                       at<const float>(weights), nullptr, at<void>(x), nullptr};
+    compute(tokens * streams * width, [&] { read_streams(call, threads); });
+  });
+  m.def("write_streams", [](Address rows, int type, size_t tokens, size_t streams, size_t width,
+                            Address weights, Address mixed, Address x, Address out,
+                            size_t threads) {
+    const Streams call{type_of(type), tokens, streams, width, at<const void>(rows),
+                       at<const float>(weights), at<const float>(mixed), at<void>(x),
+                       at<void>(out)};
+    compute(tokens * streams * streams * width, [&] { write_streams(call, threads); });
+  });
+}
+
 }  // namespace
 
 void bind_fused(nb::module_& m) {
@@ -150,6 +176,7 @@ void bind_fused(nb::module_& m) {
   bind_gated(m);
   bind_routing(m);
   bind_sampling(m);
+  bind_streams(m);
 }
 
 }  // namespace hmt::binding

@@ -57,6 +57,10 @@ HMT_INLINE F16v clamped_plus_one(F16v x) {
   return add(set1(1.0f), max(set1(-7.0f), min(set1(7.0f), x)));
 }
 
+// DeepSeek-V4: the same, at most 10.
+HMT_INLINE F16v clamped_silu(F16v x) { return silu(min(set1(10.0f), x)); }
+HMT_INLINE F16v clamped(F16v x) { return max(set1(-10.0f), min(set1(10.0f), x)); }
+
 // x sigmoid(2 u) instead of x / 2 (1 + tanh u): nothing cancels where u is very negative.
 HMT_INLINE F16v gelu_tanh(F16v x) {
   const F16v cubic = fma(mul(x, x), set1(0.0713548163f), set1(1.59576912f));  // of 2 u / x

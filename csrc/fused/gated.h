@@ -15,6 +15,7 @@ enum class Activation : int {
   kClampedSwish,  // y / (1 + e^-1.702y), y = min(x, 7); `up` becomes 1 + max(-7, min(up, 7))
   kRelu,  // max(x, 0)
   kSigmoid,  // 1 / (1 + e^-x)
+  kClampedSilu,  // silu of min(x, 10); `up` becomes max(-10, min(up, 10))
 };
 
 // gate, up and out are [tokens, width] of `type`, with row strides in numbers.

@@ -11,6 +11,7 @@ HMT_INLINE F16v activate(F16v x) {
   if (kActivation == Activation::kSilu) return silu(x);
   if (kActivation == Activation::kGelu) return gelu(x);
   if (kActivation == Activation::kClampedSwish) return clamped_swish(x);
+  if (kActivation == Activation::kClampedSilu) return clamped_silu(x);
   if (kActivation == Activation::kRelu) return relu(x);
   if (kActivation == Activation::kSigmoid) return sigmoid(x);
   return gelu_tanh(x);
@@ -19,6 +20,7 @@ HMT_INLINE F16v activate(F16v x) {
 template <typename Numbers, Activation kActivation>
 HMT_INLINE F16v pass(F16v x) {
   if (kActivation == Activation::kClampedSwish) return Numbers::round(clamped_plus_one(x));
+  if (kActivation == Activation::kClampedSilu) return clamped(x);
   return x;
 }
 
@@ -55,6 +57,8 @@ void gated(const Gated& call, size_t begin, size_t end) {
         return gate_rows<Numbers, Activation::kGeluTanh>(call, begin, end);
       case Activation::kClampedSwish:
         return gate_rows<Numbers, Activation::kClampedSwish>(call, begin, end);
+      case Activation::kClampedSilu:
+        return gate_rows<Numbers, Activation::kClampedSilu>(call, begin, end);
       case Activation::kRelu:
         return gate_rows<Numbers, Activation::kRelu>(call, begin, end);
       case Activation::kSigmoid:

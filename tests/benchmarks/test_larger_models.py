@@ -28,7 +28,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "glm-flash": {
         "vocab_size": 640, "hidden_size": 256, "intermediate_size": 128, "num_attention_heads": 4,
         "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32, "v_head_dim": 32, "index_head_dim": 32, "index_n_heads": 2,
+        "v_head_dim": 32, "index_head_dim": 32, "index_n_heads": 2, "linear_num_heads": 4,
+        "linear_head_dim": 32,
         "moe_intermediate_size": 64, "n_routed_experts": EXPERTS, "num_experts_per_tok": CHOSEN,
     },
 }  # fmt: skip

@@ -152,7 +152,7 @@ def test_more_tokens_of_an_expert_than_are_multiplied_at_a_time(isa, encoding):
 
 
 @pytest.mark.parametrize("encoding", [Encoding.BF16, Encoding.INT8_CHANNEL])
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "clamped_swish"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "clamped_swish", "clamped_silu"])
 def test_odd_sizes_with_biases(isa, encoding, activation):
     activations = FLOAT if encoding is Encoding.BF16 else INT8
     for tokens, hidden, width in [(1, 33, 7), (5, 17, 50), (40, 71, 129)]:

@@ -294,6 +294,19 @@ def test_the_gate_of_gpt_oss(dtype):
         torch.testing.assert_close(found, wanted, rtol=4 * ULP[dtype], atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gate_of_deepseek_v4(dtype):
+    """Gates are at most 10, and what goes through them lies in -10 to 10."""
+    extremes = torch.tensor([[0.0, math.nan, 10.0, 12.0, 3e4, -3e4, -80.0, 1.0, 1.0, 1.0]])
+    others = torch.tensor([[1.0, 1.0, 11.0, -12.0, math.inf, 1.0, 1.0, math.nan, -1.0, -3e4]])
+    gate = torch.cat((extremes, random(40, 10) * 12)).to(dtype)
+    up = torch.cat((others, random(40, 10, seed=1) * 12)).to(dtype)
+    wanted = functional.silu(gate.double().clamp(max=10)).to(dtype)
+    wanted = wanted * up.double().clamp(-10, 10).to(dtype)
+    for found in (ops.gated(gate, up, "clamped_silu"), reference.gated(gate, up, "clamped_silu")):
+        torch.testing.assert_close(found, wanted, rtol=4 * ULP[dtype], atol=1e-6, equal_nan=True)
+
+
 def test_results_do_not_depend_on_the_number_of_threads(on_threads):
     x, weight = random(150, 1024, dtype=torch.bfloat16), random(1024, seed=1)
     cos, sin = angles(150, 64)

@@ -14,6 +14,7 @@ LLAMA3 = {
 }
 DEEPSEEK_YARN = {**YARN, "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 0.9}
 FULL_KIND, LINEAR_KIND = "full_attention", "linear_attention"
+INDEXED_KIND = "indexed_attention"
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 
 

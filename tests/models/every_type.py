@@ -82,6 +82,12 @@ _MORE: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 128},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+    "glm5_next": {"text_config": {
+        "layer_types": ["linear_attention", "indexed_attention"] * (LAYERS // 2),
+        "mlp_layer_types": ["dense"] + ["sparse"] * (LAYERS - 1),
+        "num_key_value_heads": 4, "index_kpool": 4, "linear_num_heads": 4,
+        "linear_head_dim": 16, "hc_mult": 2,
+    }},
     "granite_swa": {"sliding_window": 8},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from config_parts import DEEPSEEK_YARN, FULL_KIND, LINEAR_KIND, delta, latent
+from config_parts import DEEPSEEK_YARN, FULL_KIND, INDEXED_KIND, LINEAR_KIND, delta, latent
 from config_sizes import YARN, dense, rope
 
 
@@ -43,6 +43,38 @@ def _kimi_linear(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _kimi(
         3, layer_types=kinds, mlp_layer_types=sparse, n_shared_experts=2, num_experts_per_tok=1,
         linear_conv_kernel_dim=2,
+    )  # fmt: skip
+
+
+def _glm5_next(rng: random.Random) -> Iterator[dict[str, Any]]:
+    # Tokens of the tests see more pools than they select; with so many heads each has a score.
+    def glm(seed: int, **given: Any) -> dict[str, Any]:
+        sizes = {
+            "layer_types": [LINEAR_KIND, INDEXED_KIND, LINEAR_KIND, INDEXED_KIND],
+            "qk_rope_head_dim": 0,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 40,
+            "qk_nope_head_dim": 6,
+            "v_head_dim": 6,
+            "index_n_heads": 16,
+            "index_head_dim": 16,
+            "index_topk": 8,
+            "index_kpool": 4,
+            "hc_mult": 3,
+        }
+        return _kimi(seed, **(sizes | given))
+
+    yield glm(1, linear_conv_kernel_dim=4)
+    yield glm(
+        2, linear_lower_bound=None, index_topk=5, index_kpool=1, hc_mult=2, hc_sinkhorn_iters=3,
+        n_group=4, topk_group=2, norm_topk_prob=False, attention_bias=True,
+    )  # fmt: skip
+    kinds = [INDEXED_KIND, INDEXED_KIND, LINEAR_KIND, INDEXED_KIND]
+    sparse = ["sparse", "dense", "sparse", "dense"]
+    yield glm(
+        3, layer_types=kinds, mlp_layer_types=sparse,
+        indexer_types=["full", "shared", "full", "full"], n_shared_experts=2,
+        index_topk=6, index_kpool=2, linear_lower_bound=-2.5, linear_conv_kernel_dim=2,
     )  # fmt: skip
 
 
@@ -95,4 +127,7 @@ FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "bailing_hybrid": _bailing_hybrid,
     "olmo_hybrid": _olmo_hybrid,
     "minimax": _minimax,
+}
+NEWER: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
+    "glm5_next_text": _glm5_next,
 }

@@ -124,13 +124,17 @@ class PlainKV:
         kept = self.layers[layer]
         assert key.shape[1:] == (kept.heads, kept.key_dim)
         assert value is None or value.shape[1:] == (kept.heads, kept.value_dim)
+        at = 0
         for run in step.segments:
             place = (layer, run.sequence)
             for rows, new in ((self.keys, key), (self.values, value)):
                 if new is not None:
                     old = rows.get(place, new[:0])
                     assert len(old) == run.start
-                    rows[place] = torch.cat((old, new[run.tokens]))
+                    before = run.start % kept.grouped
+                    own = new[at : at + before + run.length]
+                    rows[place] = torch.cat((old[: run.start - before], own))
+            at += run.start % kept.grouped + run.length
 
     def attend(
         self,
@@ -241,6 +245,10 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
         for name, tensor in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 tensor.copy_(normal(tensor, 0.2))
+            if name.endswith("tid2eid"):  # of each token some of the router's experts, in any order
+                router = model.get_submodule(name.rpartition(".")[0])
+                order = torch.rand(len(tensor), router.num_experts, generator=generator).argsort(1)
+                tensor.copy_(order[:, : tensor.shape[1]])
             if name.endswith("layer_scalar"):
                 tensor.copy_(tensor + normal(tensor, 0.2))
 
@@ -262,6 +270,8 @@ def published(model: PreTrainedModel, folder: Path) -> tuple[dict[str, Any], dic
     transformers_logging.disable_progress_bar()
     model.save_pretrained(folder)
     tensors = _experts_apart(_joined(load_file(folder / "model.safetensors")))
+    # Tables of numbers of experts are floats, as hmt.formats finds them.
+    tensors = {n: t if t.is_floating_point() else t.float() for n, t in tensors.items()}
     return json.loads((folder / "config.json").read_text()), tensors
 
 

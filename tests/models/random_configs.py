@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import linear_attention_configs
+import text_models as text_models  # registers classes
 from config_parts import DEEPSEEK_YARN, FULL_KIND, LINEAR, LINEAR_KIND, LLAMA3
 from config_parts import delta as _delta
 from config_parts import latent as _latent
@@ -340,6 +341,52 @@ def _gpt_oss(rng: random.Random) -> Iterator[dict[str, Any]]:
     yield _dense(rng, **sparse, num_experts_per_tok=1, layer_types=kinds, tie_word_embeddings=True)
 
 
+def _deepseek_v4(rng: random.Random) -> Iterator[dict[str, Any]]:
+    # Tokens of the tests see past their window, and more entries than they select.
+    few, many = "compressed_sparse_attention", "heavily_compressed_attention"
+
+    def flash(few_positions: int, many_positions: int, **given: Any) -> dict[str, Any]:
+        sizes = {
+            "num_hidden_layers": 4,
+            "layer_types": [many, few, "sliding_attention", few],
+            "compress_rates": {few: few_positions, many: many_positions},
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "partial_rotary_factor": 0.25,
+            "q_lora_rank": rng.choice([12, 18]),
+            "n_routed_experts": 7,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": rng.choice([12, 20]),
+            "hc_mult": 3,
+            "sliding_window": 8,
+            "o_groups": 2,
+            "o_lora_rank": 6,
+            "index_n_heads": 16,
+            "index_head_dim": 16,
+            "index_topk": 3,
+            "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+            "hc_sinkhorn_iters": 4,
+        }
+        found = _dense(rng, **(sizes | given))
+        del found["intermediate_size"]
+        return found
+
+    yield flash(4, 16)
+    yarn = {**YARN, "attention_factor": 1.0, "partial_rotary_factor": 0.25}
+    plain = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    turned = {"main": plain, "compress": {**yarn, "rope_theta": 4e4}}
+    yield flash(
+        2, 32, layer_types=["sliding_attention", few, many, few], hc_mult=2, index_topk=5,
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"], rope_parameters=turned, o_groups=1,
+    )  # fmt: skip
+    yield flash(
+        8, 16, layer_types=[few, many, many, few], hc_mult=4, index_topk=1, sliding_window=5,
+        mlp_layer_types=["moe"] * 4, tie_word_embeddings=True, hc_sinkhorn_iters=20, o_groups=4,
+        num_experts_per_tok=3, routed_scaling_factor=2.5,
+    )  # fmt: skip
+
+
 _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -367,6 +414,8 @@ _FAMILIES: dict[str, Callable[[random.Random], Iterator[dict[str, Any]]]] = {
     "glm4_moe": _glm4_moe,
     "minimax_m2": _minimax_m2,
     "qwen4_exp_text": _qwen4_exp,
+    "deepseek_v4": _deepseek_v4,
+    **linear_attention_configs.NEWER,
 }
 
 

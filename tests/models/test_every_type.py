@@ -19,9 +19,9 @@ FOLLOWED = (
     "glm4v, text part", "llama4, text part",
 )  # fmt: skip
 OWN = (  # families of HMT's
-    "axk2", "deepseek_v32", "gemma4_text", "gemma4_text, experts", "gemma4_text, large",
-    "gemma4, text part", "glm4_moe", "glm_moe_dsa", "minimax_m2", "qwen4_exp_text",
-    "qwen4_exp, text part",
+    "axk2", "deepseek_v32", "deepseek_v4", "gemma4_text", "gemma4_text, experts",
+    "gemma4_text, large", "gemma4, text part", "glm4_moe", "glm_moe_dsa", "minimax_m2",
+    "qwen4_exp_text", "qwen4_exp, text part", "glm5_next, text part",
 )  # fmt: skip
 REFUSED = {
     "electra": "an encoder .is_decoder is false., whose tokens see those behind them",

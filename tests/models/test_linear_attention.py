@@ -20,6 +20,14 @@ OLMO = {
     ".feedforward_layer_norm.": ".post_attention_layernorm.",
 }
 KIMI = {".0.block_sparse_moe.": ".0.mlp."}  # the first layer's network is dense
+# As transformers' modules call what it writes as it was published.
+GLM = {
+    ".self_attn.f_": ".self_attn.forget_gate.f_",
+    ".self_attn.dt_bias": ".self_attn.forget_gate.dt_bias",
+    ".self_attn.A_log": ".self_attn.forget_gate.A_log",
+    ".hc_attn_": ".attn_hc.",
+    ".hc_ffn_": ".ffn_hc.",
+}
 
 
 def as_published(folder: Path, names: dict[str, str], widths: tuple[int, int, int]) -> None:
@@ -39,7 +47,9 @@ def as_published(folder: Path, names: dict[str, str], widths: tuple[int, int, in
 
 
 @pytest.mark.parametrize(
-    ("name", "names"), [("olmo_hybrid-0", OLMO), ("kimi_linear-0", KIMI)], ids=["olmo", "kimi"]
+    ("name", "names"),
+    [("olmo_hybrid-0", OLMO), ("kimi_linear-0", KIMI), ("glm5_next_text-0", GLM)],
+    ids=["olmo", "kimi", "glm"],
 )
 def test_published_names_and_parts(name: str, names: dict[str, str], tmp_path: Path) -> None:
     """As written by transformers, and as published: which transformers reads alike."""
@@ -93,3 +103,34 @@ def test_rotary_dim_of_minimax(tmp_path: Path) -> None:
     file.write_text(json.dumps(config | {"rotary_dim": 3}))
     with pytest.raises(CheckpointError, match="rotary_dim is 3"):
         open_model(json.loads(file.read_text()), tmp_path, torch.float32)
+
+
+def test_all_matrices_may_be_published_in_fp8(tmp_path: Path) -> None:
+    """Those as well that are multiplied with as they are: of decays, and of an indexer."""
+    publish("glm5_next_text-0", tmp_path / "numbers", 128)
+    shutil.copytree(tmp_path / "numbers", tmp_path / "published")
+    side, stored = 16, {}
+    numbers = load_file(tmp_path / "numbers" / "model.safetensors")
+    for name, matrix in list(numbers.items()):
+        stored[name] = matrix
+        layer = ".self_attn." in name or ".mlp." in name
+        if not layer or matrix.ndim != 2 or not name.endswith(".weight") or ".mlp.gate." in name:
+            continue
+        tiles = [-(-size // side) for size in matrix.shape]
+        scales = torch.rand(tiles, generator=torch.Generator().manual_seed(len(name))) + 0.5
+        full = scales.repeat_interleave(side, 0).repeat_interleave(side, 1)
+        full = full[: matrix.shape[0], : matrix.shape[1]]
+        stored[name] = (matrix / full).to(torch.float8_e4m3fn)
+        stored[f"{name}_scale_inv"] = scales
+        numbers[name] = stored[name].float() * full
+    for folder, tensors in (("numbers", numbers), ("published", stored)):
+        save_file(tensors, tmp_path / folder / "model.safetensors", {"format": "pt"})
+    file = tmp_path / "published" / "config.json"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [side, side]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": fp8}))
+    tokens, found = ids(40), []
+    for folder in ("numbers", "published"):
+        options = {"dtype": "float32", "host_memory": "64MiB", "context": 64}
+        with hmt.Engine(**options, activations="exact") as engine:
+            found.append(engine.load_model(tmp_path / folder).logits(tokens, range(40)))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=0)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
     Gemma3ForConditionalGeneration,
+    Glm5NextForConditionalGeneration,
     LlavaForConditionalGeneration,
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
@@ -47,6 +48,11 @@ WHOLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "qwen3_vl": (Qwen3VLForConditionalGeneration, "qwen3-0", QWEN_VISION),
     "gemma3": (Gemma3ForConditionalGeneration, "gemma3_text-0", VISION),
     "llava": (LlavaForConditionalGeneration, "mistral-0", CLIP),
+    "glm5_next": (
+        Glm5NextForConditionalGeneration,
+        "glm5_next_text-0",
+        QWEN_VISION | {"projection_intermediate_size": 24},
+    ),
 }
 
 
@@ -54,7 +60,7 @@ def whole_model(kind: str) -> PreTrainedModel:
     made, name, vision = WHOLE[kind]
     [case] = (case for case in cases() if case.name == name)
     text = case.config.to_dict()
-    if kind.startswith("qwen"):
+    if kind.startswith(("qwen", "glm")):
         vision = {**vision, "out_hidden_size": text["hidden_size"]}
     if kind.endswith("_vl"):  # positions of three axes, which agree for text
         text["model_type"] = f"{kind}_text"
@@ -85,6 +91,9 @@ def test_text_of_the_whole_model(
     tensors = load_file(file)
     if kind.startswith("qwen3_5"):
         tensors["mtp.fc.weight"] = torch.ones(3, 4)
+    if kind == "glm5_next":
+        assert "model.language_model.layers.0.hc_attn_fn" in tensors, "as it is published"
+        tensors["model.language_model.layers.4.eh_proj.weight"] = torch.ones(3, 4)
     if kind == "qwen3_5_moe":
         tensors = arranged(tensors, stacked=stacked)
     save_file(tensors, file, {"format": "pt"})
@@ -117,7 +126,8 @@ def shrunk(base: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["exaone4_5", "idefics3", "internvl", "kimi_k25", "mistral3", "qwen3_vl_moe"]
+    "kind",
+    ["exaone4_5", "idefics3", "internvl", "kimi_k25", "mistral3", "qianfan_ocr", "qwen3_vl_moe"],
 )
 def test_text_of_other_models(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Made of their defaults, and written as transformers writes them."""
@@ -129,10 +139,10 @@ def test_text_of_other_models(kind: str, tmp_path: Path, caplog: pytest.LogCaptu
     model.tie_weights()
     model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    # transformers renames the vision tower's layers, and those of Kimi's text with them.
-    names = {name: name.replace("model.blocks.", "model.layers.") for name in load_file(file)}
-    tensors = {names[name]: tensor for name, tensor in load_file(file).items()}
-    save_file(tensors, file, {"format": "pt"})
+    # transformers renames the vision tower's layers, and those of the text with them.
+    begins = {"kimi_k25": "model.blocks.", "qianfan_ocr": "model.encoder.layers."}
+    named = "language_model." + begins.get(kind, "")
+    assert kind not in begins or any(name.startswith(named) for name in load_file(file))
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     shutil.copy(str(files("hmt") / "embedded" / "mini-dense" / "tokenizer.json"), tmp_path)
     rng = random.Random(3)
@@ -200,3 +210,14 @@ def test_a_flat_configuration_is_that_of_the_nested_one() -> None:
     assert opened.spec == nested.spec and "text only" in " ".join(opened.spec.remarks)
     ours, theirs = (m._rotaries[0].frequencies(100) for m in (opened, nested))
     assert torch.equal(ours, theirs)
+
+
+def test_a_text_part_may_be_published_alone() -> None:
+    """GLM-5.3-Flash without its vision tower: the fields of the text are at the top."""
+    whole = whole_model("glm5_next").config.to_dict()
+    whole["architectures"] = ["Glm5NextForConditionalGeneration"]
+    text = {k: v for k, v in whole["text_config"].items() if k != "model_type"}
+    flat = text | {"architectures": whole["architectures"], "model_type": "glm5_next"}
+    path, dtype = Path("some/where"), torch.float32
+    nested, opened = (open_model(one, path, dtype) for one in (whole, flat))
+    assert opened.spec == nested.spec

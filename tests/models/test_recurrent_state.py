@@ -41,6 +41,7 @@ NEVER = "no model writes this"
         "mamba2-1",
         "falcon_h1-0",
         "qwen4_exp_text-0",
+        "glm5_next_text-0",
     ],
 )
 def made(

@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 NAMES = ["qwen3_next-0", "qwen3_5_text-0", "qwen3_5_moe_text-0", "lfm2-0", "lfm2_moe-0"]
 NAMES += ["kimi_linear-0", "mamba2-1", "falcon_h1-0", "jamba-0", "qwen4_exp_text-0"]
+NAMES += ["deepseek_v4-0", "deepseek_v4-2", "glm5_next_text-0"]
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"executor": "plain"},
     "levels": {"kv_gpu_memory": "1MiB"},
@@ -157,6 +158,10 @@ def test_guesses_leave_nothing(name: str, way: str, folder_of: Callable[[str], P
                 count = 1 if text.at >= 32 else rng.randint(1, 9)
                 many = rng.choice([0, 1, 3, DRAFTS]) if text.at + count <= len(text.tokens) else 0
                 parts.append((text, 1 if many else count, guesses(text, many)))
+            # More than 16 tokens at once are multiplied with f32 weights in another order.
+            while sum(count + len(asked) for _, count, asked in parts) > 16:
+                parts.pop()
+            some = some[: len(parts)]
             starts = [text.at for text in some]
             if parts:
                 steps.run(parts)

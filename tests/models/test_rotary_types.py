@@ -69,6 +69,8 @@ def config_of(family: str, kind: str, **more: Any) -> Any:
     if "layer_types" in fields:
         others = [kind for kind in fields["layer_types"] if kind != "full_attention"]
         fields["layer_types"] = [*others[:1], "full_attention"]
+    if family == "deepseek_v4":
+        fields["layer_types"] = others[:2]  # of many positions to an entry, and of few
     if "ple_layer_ids" in fields:
         fields["ple_layer_ids"] = [1]  # from 1 on, and of linear attention
     if "mlp_layer_types" in fields:
@@ -80,7 +82,8 @@ def config_of(family: str, kind: str, **more: Any) -> Any:
     config.allow_global_per_layer_attribute_access = True
     dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
     dim = dim or config.hidden_size // config.num_attention_heads
-    fields["head_dim"] = dim  # transformers' Mixtral needs it with some types
+    if family != "deepseek_v4":
+        fields["head_dim"] = dim  # transformers' Mixtral needs it with some types
     dim = fields.get("global_head_dim", dim)
     rope = {"rope_type": kind, "rope_theta": 5000.0, **copy.deepcopy(OPTIONS[kind]), **more}
     if kind == "longrope":
@@ -99,6 +102,10 @@ def config_of(family: str, kind: str, **more: Any) -> Any:
         local = {"rope_type": "default", "rope_theta": 700.0}
         fields["layer_types"] = ["sliding_attention", "full_attention"]
         rope = {"full_attention": rope, "sliding_attention": local}
+    if family == "deepseek_v4":
+        share = {"partial_rotary_factor": 0.25}
+        rope = {"main": {"rope_type": "default", "rope_theta": 1e4, **share}, "compress": rope}
+        rope["compress"] |= share
     return CONFIG_MAPPING[family](**fields, rope_parameters=rope)
 
 
@@ -119,7 +126,7 @@ def part(sequence: int, start: int, tokens: list[int], whole: int) -> SegmentReq
 
 
 # Whose attention knows no positions, or that have none.
-UNTURNED = ("mamba", "mamba2", "falcon_mamba", "jamba", "nemotron_h")
+UNTURNED = ("mamba", "mamba2", "falcon_mamba", "jamba", "nemotron_h", "glm5_next_text")
 TURNED = [family for family in families() if family not in UNTURNED]
 MATRIX = [
     (family, kind)
@@ -127,8 +134,9 @@ MATRIX = [
     for kind in OPTIONS
     # transformers itself knows no others in these.
     if not (family == "phi3" and kind not in ("default", "longrope"))
-    # Pools of keys have one set of frequencies; others are refused.
-    and not (family == "qwen4_exp_text" and kind in ("dynamic", "longrope"))
+    # Pools of keys and entries have one set of frequencies; others are refused.
+    and not (family in ("qwen4_exp_text", "deepseek_v4") and kind in ("dynamic", "longrope"))
+    and (family, kind) != ("deepseek_v4", "proportional")  # turns whole heads, of two widths
     and not (family == "phimoe" and kind not in ("default", "longrope"))
     and (family, kind) != ("gemma4_text", "longrope")  # it asks for one width of all heads
 ]
@@ -160,7 +168,7 @@ def test_logits_are_transformers(family: str, kind: str, tmp_path: Path) -> None
 # Whose modules turn a part of each head.
 PARTIAL = (
     "bamba", "glm4_moe", "minimax_m2", "phi3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
-    "qwen4_exp_text",
+    "qwen4_exp_text", "deepseek_v4",
 )  # fmt: skip
 NATIVE = [family for family in TURNED if family not in PARTIAL]
 

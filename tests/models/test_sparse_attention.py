@@ -24,7 +24,7 @@ TOKENS = 32
 OPTIONS: dict[str, Any] = {
     "context": 128, "dtype": "float32", "max_batch": 1, "host_memory": "64MiB",
 }  # fmt: skip
-SELECTING = cases("deepseek_v32", "glm_moe_dsa")
+SELECTING = cases("deepseek_v32", "glm_moe_dsa", "glm5_next_text")
 
 
 def case_of(name: str) -> Case:
@@ -43,7 +43,9 @@ def step_by_step(reference: Any, tokens: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["all scores equal", "some"])
-@pytest.mark.parametrize("name", ["deepseek_v32-0", "deepseek_v32-2", "glm_moe_dsa-0"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v32-0", "deepseek_v32-2", "glm_moe_dsa-0", "glm5_next_text-0"]
+)
 def test_equal_scores_are_selected_as_transformers_does(
     name: str, share: float, tmp_path: Path
 ) -> None:
@@ -92,7 +94,10 @@ class CountingKV(PlainKV):
 def test_a_decoding_token_reads_the_rows_that_it_selects(case: Case, tmp_path: Path) -> None:
     bench = bench_of(random_reference(case.config, case.seed), tmp_path)
     spec, top_k = bench.model.spec, case.config.index_topk
-    indexers = sum(keys is not None for keys in spec.index_keys)
+    pool = getattr(case.config, "index_kpool", 1)
+    attending, indexers = (
+        sum(one is not None for one in kept) for kept in (spec.kv, spec.index_keys)
+    )
     for context in (top_k + 1, 3 * top_k, 60):
         bench.kv = PlainKV(spec)
         bench.run((0, 0, [5] * context))
@@ -100,8 +105,10 @@ def test_a_decoding_token_reads_the_rows_that_it_selects(case: Case, tmp_path: P
         counting.keys, counting.values = bench.kv.keys, bench.kv.values
         bench.kv = counting
         bench.run((0, context, [3]))
-        assert counting.latents == top_k * spec.layers
-        assert counting.keys_read == (context + 1) * indexers
+        seen = context + 1
+        selects = seen > top_k + pool - 1
+        assert counting.latents == (top_k + seen % pool if selects else seen) * attending
+        assert counting.keys_read == (seen * indexers if selects else 0)
 
 
 def engine_logits(folder: Path, tokens: list[int], **options: Any) -> tuple[torch.Tensor, Any]:
@@ -129,9 +136,11 @@ def test_steps_are_not_captured_and_the_summary_says_why(
     assert "indexer" in str(summary)
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa-0", "deepseek_v32-2"])
+@pytest.mark.parametrize(
+    ("name", "most"), [("glm_moe_dsa-0", 700), ("deepseek_v32-2", 700), ("glm5_next_text-2", 1100)]
+)
 def test_layers_may_be_divided_between_a_device_and_the_cpu(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Also where a layer uses what one in the other place has selected."""
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
@@ -139,7 +148,7 @@ def test_layers_may_be_divided_between_a_device_and_the_cpu(
     tokens = written(case, tmp_path)
     wanted, _ = engine_logits(tmp_path, tokens)
     layers, split = range(case.config.num_hidden_layers), 0
-    for memory in range(700, 100, -100):
+    for memory in range(most, most - 600, -100):  # KiB
         with hmt.Engine(**OPTIONS, gpu_id="fake", gpu_memory=memory << 10) as engine:
             try:
                 model = engine.load_model(tmp_path)
@@ -178,6 +187,30 @@ def test_sizes_that_no_indexer_has_are_refused(
     field: str, value: Any, says: str, tmp_path: Path
 ) -> None:
     config, _ = published(random_reference(case_of("glm_moe_dsa-0").config, 0), tmp_path)
+    with pytest.raises(CheckpointError, match=says):
+        open_model(config | {field: value}, tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("index_kpool_always_select_tail", False, "always_select_tail"),
+        ("indexer_types", ["full", "full", "full", "shared"], "layer 3 shares"),
+        ("indexer_types", ["shared", "full", "full", "full"], "layer 0 shares"),
+        ("index_kpool", 0, "index_kpool"),
+        ("index_kpool", 3, "index_kpool is 3"),
+        ("index_topk", 7, "index_topk"),
+        ("qk_rope_head_dim", 4, "NoPE"),
+        ("swiglu_limit", 7.0, "swiglu_limit"),
+        ("linear_lower_bound", 0.0, "linear_lower_bound"),
+        ("hc_mult", 0, "hc_mult"),
+        ("hc_sinkhorn_iters", 1 << 20, "hc_sinkhorn_iters"),
+    ],
+)
+def test_pools_that_are_not_computed_are_refused(
+    field: str, value: Any, says: str, tmp_path: Path
+) -> None:
+    config, _ = published(random_reference(case_of("glm5_next_text-2").config, 0), tmp_path)
     with pytest.raises(CheckpointError, match=says):
         open_model(config | {field: value}, tmp_path, torch.float32)
 

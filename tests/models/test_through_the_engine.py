@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 OPTIONS = {"dtype": "float32", "context": 64, "max_prefill_tokens": 16, "max_batch": 1}
 # Of these transformers computes recurrent state by chunks.
 CHUNKED = ("qwen3_next", "qwen3_5", "mamba", "bamba", "granitemoehybrid", "falcon", "nemotron_h")
-CHUNKED += ("kimi_linear", "bailing_hybrid", "olmo_hybrid", "minimax")
+CHUNKED += ("kimi_linear", "bailing_hybrid", "olmo_hybrid", "minimax", "glm5_next")
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)

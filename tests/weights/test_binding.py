@@ -50,7 +50,7 @@ def test_a_shape_that_contradicts_the_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "dtype"), [(Role.LINEAR, torch.int32), (Role.VECTOR, torch.float8_e4m3fn)]
+    ("role", "dtype"), [(Role.LINEAR, torch.int32), (Role.TABLE, torch.float8_e4m3fn)]
 )
 def test_a_dtype_that_cannot_be_is_named(tmp_path: Path, role: Role, dtype: torch.dtype) -> None:
     checkpoint = checkpoint_of(tmp_path, {"w": torch.ones(4, 4).to(dtype)}, (128, 128))
@@ -88,9 +88,10 @@ def test_fp8_rows_take_their_scales_along(tmp_path: Path) -> None:
     assert scales.offset == checkpoint.records["w_scale_inv"].offset + 2 * 4
 
 
-def test_fp8_without_its_scales_or_with_wrong_ones_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", [Role.LINEAR, Role.VECTOR])
+def test_fp8_without_its_scales_or_with_wrong_ones_is_refused(tmp_path: Path, role: Role) -> None:
     tensors = fp8_tensors(256, 256)
-    param = ParamSpec("w", (256, 256), ("w",))
+    param = ParamSpec("w", (256, 256), ("w",), role)
     with pytest.raises(MissingFileError, match="weight_block_size"):
         bind(spec_of(param), checkpoint_of(tmp_path, tensors))
     with pytest.raises(MissingFileError, match="w_scale_inv are not in"):

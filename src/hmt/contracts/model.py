@@ -40,9 +40,13 @@ class KVLayer:
     For LATENT the value is the first `value_dim` numbers of the key and is not stored twice; for
     INDEX there is none, and `value_dim` is `key_dim`.
 
-    expanded_dim   numbers of a query head's own key and value, which prompts make of a latent
+    expanded_dim   numbers of a query head's own key and value, which prompts make of a latent; 0:
+                   they do not
     selected       positions that a token attends to at most, which an indexer selects; 0: all
     query_heads    of an indexer, each of which scores every key of INDEX
+    grouped        positions whose rows are written together, once the last of them is there: a
+                   divisor of PAGE_TOKENS.  What stands for several positions is divided among
+                   these rows.
     """
 
     kind: KVKind
@@ -53,6 +57,7 @@ class KVLayer:
     expanded_dim: int = 0
     selected: int = 0
     query_heads: int = 0
+    grouped: int = 1
 
     @property
     def has_values(self) -> bool:
@@ -72,6 +77,8 @@ class KVLayer:
     @property
     def longest_absorbed(self) -> float:
         """Runs of at most this many tokens need fewer products with latents as they are."""
+        if not self.expanded_dim:
+            return inf
         saved = self.key_dim + self.value_dim - self.expanded_dim
         return self.value_dim * self.made_dim / saved if saved > 0 else inf
 
@@ -132,6 +139,8 @@ class ModelSpec:
     kv_sources          by layer without KV of its own that attends: the layer whose KV it uses
     index_keys          by layer: keys of its indexer, which lie beside its KV; () where no layer
                         has any
+    compressed          by layer: rows that stand for several positions, beside its KV; () where no
+                        layer has any
     state               by layer: recurrent state; () where no layer has any
     second_state        by layer: what another part of it advances by itself; () where none does
     token_window        tokens before a run that layers look at: see `Segment.preceding`
@@ -157,6 +166,7 @@ class ModelSpec:
     rotary_border: RotaryBorder | None = None
     state: tuple[LayerState, ...] = ()
     index_keys: tuple[KVLayer | None, ...] = ()
+    compressed: tuple[KVLayer | None, ...] = ()
     kv_sources: Mapping[int, int] = field(default_factory=dict)
     second_state: tuple[LayerState, ...] = ()
     token_window: int = 0
@@ -164,22 +174,33 @@ class ModelSpec:
 
     @property
     def kv_layers(self) -> dict[int, KVLayer]:
-        """What those layers keep per token that keep KV, by index; index keys by `index_layer`."""
-        kept = {index: layer for index, layer in enumerate(self.kv) if layer is not None}
-        keys = enumerate(self.index_keys, self.layers)
-        return kept | {number: layer for number, layer in keys if layer is not None}
+        """What those layers keep per token that keep KV, by index.
+
+        Index keys by `index_layer`, compressed rows by `compressed_layer`.
+        """
+        kinds = self.kv, self.index_keys, self.compressed
+        kept: dict[int, KVLayer] = {}
+        for number, layers in enumerate(kinds):
+            members = enumerate(layers, number * self.layers)
+            kept |= {index: layer for index, layer in members if layer is not None}
+        return kept
 
     def index_layer(self, layer: int) -> int:
         """The number by which a KV cache knows index keys and second state of `layer`."""
         return self.layers + layer
 
-    def by_kv_layer(self, known: Mapping[int, int]) -> dict[int, int]:
-        """What is `known` by layer, also of the index keys and second state of these layers.
+    def compressed_layer(self, layer: int) -> int:
+        """The number by which a KV cache knows compressed rows of `layer`."""
+        return 2 * self.layers + layer
 
-        Not of other stages.
-        """
+    def by_kv_layer(self, known: Mapping[int, int]) -> dict[int, int]:
+        """What is `known` by layer, also of what else these layers keep.  Not of other stages."""
         own = {layer: value for layer, value in known.items() if layer < self.layers}
-        return own | {self.index_layer(layer): value for layer, value in own.items()}
+        return {
+            first + layer: value
+            for first in range(0, 3 * self.layers, self.layers)
+            for layer, value in own.items()
+        }
 
     def kv_layers_of(self, members: Collection[int]) -> dict[int, KVLayer]:
         """`kv_layers` of some of the model's layers."""

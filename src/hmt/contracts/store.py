@@ -213,6 +213,8 @@ class KVCache(Protocol):
         """Write the step's tokens: key [tokens, heads, key_dim], value [tokens, heads, value_dim].
 
         `value` is None for LATENT layers.  Call once per layer and step, before `attend`.
+        Of a layer whose rows are `grouped`, each run has rows from the first of the group in which
+        it begins: those that another step wrote are written again.
         """
         ...
 

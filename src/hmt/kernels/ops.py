@@ -94,6 +94,10 @@ page_masses = by_device_of("query", reference.page_masses)
 append_attend_pages = by_device_of("heads", reference.append_attend_pages)
 attention_inputs = by_device_of("hidden", reference.attention_inputs)
 
+stream_mixes = by_device_of("products", reference.stream_mixes)
+read_streams = by_device_of("streams", reference.read_streams)
+write_streams = by_device_of("streams", reference.write_streams)
+
 causal_conv = by_device_of("x", reference.causal_conv)
 delta_layer = by_device_of("hidden", reference.delta_layer)
 gated_delta_rule = by_device_of("qkv", reference.gated_delta_rule)

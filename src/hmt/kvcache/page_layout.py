@@ -18,9 +18,10 @@ def page_bytes(layers: Iterable[KVLayer], dtype: torch.dtype) -> int:
 def kinds_of(layers: Mapping[int, KVLayer]) -> list[tuple[KVLayer, list[int]]]:
     """Groups of layers that keep the same rows: (what a layer keeps, indices of the layers)."""
 
-    def key(index: int) -> tuple[str, int, int, int, int]:
+    def key(index: int) -> tuple[str, int, int, int, int, int]:
         layer = layers[index]
-        return (layer.kind, layer.heads, layer.key_dim, layer.value_dim, layer.window)
+        dims = layer.heads, layer.key_dim, layer.value_dim
+        return (layer.kind, *dims, layer.window, layer.grouped)
 
     groups = groupby(sorted(layers, key=key), key=key)
     members = [list(indices) for _, indices in groups]
@@ -30,11 +31,12 @@ def kinds_of(layers: Mapping[int, KVLayer]) -> list[tuple[KVLayer, list[int]]]:
 def layout_of(layer: KVLayer, encoding: ops.PageEncoding, where: torch.device) -> ops.PageLayout:
     """How a layer's page lies in the memory of a host or a device.
 
-    Words of 16 tokens for compiled kernels, plain rows for those of GPUs.  Index keys are plain
-    rows everywhere, since products of matrices read all of them: as words, 131,072 keys of 128
-    numbers took two cores 45 ms to turn around, and 13 to multiply with 64 heads.
+    Words of 16 tokens for compiled kernels, plain rows for those of GPUs.  Index keys and `grouped`
+    rows are plain rows everywhere, since products of matrices read all of them: as words, 131,072
+    keys of 128 numbers took two cores 45 ms to turn around, and 13 to multiply with 64 heads.
     """
     dims = layer.heads, layer.key_dim, layer.value_dim
     rows = not backend_on(where).on_host
-    rows |= layer.kind is KVKind.INDEX and encoding is not ops.PageEncoding.INT4
+    read_whole = layer.kind is KVKind.INDEX or layer.grouped > 1
+    rows |= read_whole and encoding is not ops.PageEncoding.INT4
     return ops.PageLayout(encoding, *dims, latent=not layer.has_values, rows=rows)

@@ -42,12 +42,26 @@ class KeptLayer:
     """Where a layer's pages are: those of all layers of its kind, and its own place among them.
 
     attended   whether tokens attend to what they hold, which are no index keys
+    grouped    see `KVLayer`
     """
 
     pages: ops.Pages
     slot: int
     window: int
     attended: bool = True
+    grouped: int = 1
+
+    def appended(self, runs: ops.AttentionMetadata) -> ops.AttentionMetadata:
+        """The runs of a step as their rows are appended: from the first of a group on."""
+        if self.grouped == 1:
+            return runs
+        found, offset = [], 0
+        for run in runs.runs:
+            before = run.start % self.grouped
+            length = before + run.length
+            found.append(ops.PagedSegment(offset, length, run.start - before, run.table))
+            offset += length
+        return ops.AttentionMetadata(found)
 
 
 class PageStore:
@@ -97,7 +111,7 @@ class PageStore:
             self.kinds.append((pages, members))
             attended = layer.kind is not KVKind.INDEX
             self.layers |= {
-                index: KeptLayer(pages, i, layer.window, attended)
+                index: KeptLayer(pages, i, layer.window, attended, layer.grouped)
                 for i, index in enumerate(members)
             }
 

@@ -114,7 +114,8 @@ class PagedKV:
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""
         kept = self._layers[layer]
-        ops.append_pages(kept.pages, kept.slot, self._runs_of(step), key, value)
+        runs = kept.appended(self._runs_of(step))
+        ops.append_pages(kept.pages, kept.slot, runs, key, value)
 
     def attend(
         self,

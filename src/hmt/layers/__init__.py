@@ -1,17 +1,34 @@
 """What decoders are made of: norm, rotary positions, attention, feed-forward and experts."""
 
 from hmt.layers.attention import Attention
+from hmt.layers.compressed import (
+    CompressedAttention,
+    Compressor,
+    EntryIndexer,
+    EntryPart,
+    GroupedOutput,
+    GroupRows,
+)
 from hmt.layers.ffn import GatedFFN, ResidualFFN
 from hmt.layers.gated import (
     BlockIndexer,
     BlockSparseAttention,
     GatedAttention,
     GatedResidual,
+    HyperConnection,
+    HyperHead,
     NGramHash,
     NGramMemory,
+    StreamMix,
     StreamNorm,
 )
-from hmt.layers.latent import Indexer, LatentAttention, Selection, SparseLatentAttention
+from hmt.layers.latent import (
+    Indexer,
+    KeyPool,
+    LatentAttention,
+    Selection,
+    SparseLatentAttention,
+)
 from hmt.layers.layer_embedding import LayerEmbedding
 from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.moe import (
@@ -22,6 +39,7 @@ from hmt.layers.moe import (
     ScaledSoftmaxRouter,
     SigmoidRouter,
     SoftmaxRouter,
+    SoftplusRouter,
     add_routed_experts,
     request_experts,
     routed_experts,

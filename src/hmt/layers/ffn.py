@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
@@ -15,7 +16,8 @@ from hmt.layers.norm import RMSNorm
 class GatedFFN:
     """down(activation(gate(x)) * up(x)) (arXiv 2002.05202).
 
-    activation   "silu", "gelu", "gelu_tanh", "relu", or gpt-oss' "clamped_swish"
+    activation   "silu", "gelu", "gelu_tanh", "relu", gpt-oss' "clamped_swish", or DeepSeek-V4's
+                 "clamped_silu"
     prefix       of local names, where a block holds other parameters of the same kind
     own_gate     Otherwise up is the gate as well: with "relu" that is the square of relu(up(x)).
     """
@@ -54,6 +56,16 @@ class GatedFFN:
             up = project(x, params, names[1])
             hidden = ops.gated(up, up, self.activation)
         return project(hidden, params, f"{self.prefix}down_proj")
+
+    def where_it_lies(self, x: Tensor, params: Params) -> Tensor:
+        """The same, computed on the device that has the parameters, which may be another than x's.
+
+        As one expert that all tokens go to.
+        """
+        assert not self.prefix
+        every = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
+        scales = torch.ones(len(x), 1, device=x.device)
+        return ops.experts(x, [(0, params)], every, scales, self.activation)
 
 
 @dataclass(frozen=True, slots=True)

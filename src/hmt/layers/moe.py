@@ -11,7 +11,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.store import Priority, Weights
 from hmt.kernels import fused_ops, ops
 from hmt.layers.ffn import GatedFFN
-from hmt.layers.linear import Params, project
+from hmt.layers.linear import Params, linear_alike, project
 from hmt.layers.norm import RMSNorm
 
 
@@ -217,6 +217,54 @@ class SigmoidRouter:
         if self.renormalise:
             scales = scales / (scales.sum(-1, keepdim=True) + 1e-6)
         return Routing(chosen, scales * self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class SoftplusRouter:
+    """DeepSeek-V4: the top_k of square roots of softplus, scales that add up to `scale`.
+
+    A bias takes part in the choice only.  By a table, what is chosen is the token's alone, and
+    only the scales depend on hidden states.
+
+    by_token   by a table of each token's experts, instead of the bias
+    """
+
+    hidden_size: int
+    experts: int
+    top_k: int
+    scale: float
+    vocab_size: int
+    by_token: bool = False
+
+    def params(self, at: str) -> tuple[ParamSpec, ...]:
+        """The router's weight, `at`.weight, and `at`.bias, or the table, `at`.tid2eid."""
+        weight = _router_param(self.experts, self.hidden_size, at)
+        if self.by_token:
+            shape = self.vocab_size, self.top_k
+            return (weight, ParamSpec("expert_ids", shape, (f"{at}.tid2eid",), Role.VECTOR))
+        return (weight, ParamSpec("router_bias", (self.experts,), (f"{at}.bias",), Role.VECTOR))
+
+    def __call__(self, x: Tensor, params: Params, token_ids: Tensor | None = None) -> Routing:
+        """Experts for x [tokens, hidden_size]; computed in f32.
+
+        token_ids   int64 [tokens], where the table chooses; None: a guess, by scores alone
+        """
+        logits = linear_alike(x.float(), params["router"]).contiguous()
+        # torch's own softplus may compute the end of a tensor by other code: see `ops.sigmoid`.
+        likely = torch.where(logits > 20, logits, torch.log1p(torch.exp(logits))).sqrt()
+        if token_ids is not None and self.by_token:
+            table = params["expert_ids"].data
+            chosen = table[token_ids.to(table.device)].to(device=x.device, dtype=torch.int64)
+        else:
+            bias = params.get("router_bias")
+            wanted = likely if bias is None else likely + bias.data.float()
+            order = wanted.sort(stable=True, dim=-1, descending=True).indices
+            chosen = order[:, : self.top_k].contiguous()
+        scales = likely.gather(1, chosen)
+        first, *others = scales.unbind(1)
+        for other in others:  # in this order, whatever the number of tokens
+            first = first + other
+        return Routing(chosen, scales / (first[:, None] + 1e-20) * self.scale)
 
 
 def request_experts(

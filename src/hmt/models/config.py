@@ -52,8 +52,11 @@ _ACTIVATIONS = {
 _COUNTS = (
     "gated_norm_rank",
     "hidden_size",
+    "hc_mult",
+    "hc_sinkhorn_iters",
     "head_dim",
     "index_head_dim",
+    "index_kpool",
     "index_n_heads",
     "index_topk",
     "intermediate_size",
@@ -101,6 +104,7 @@ _COUNTS = (
 )
 _PARTIAL = (
     "bamba",
+    "deepseek_v4",
     "glm4_moe",
     "minimax_m2",
     "phi3",
@@ -112,10 +116,13 @@ _PARTIAL = (
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _MOST = {"num_hidden_layers": 1 << 13, "vocab_size": 1 << 26, "max_position_embeddings": 1 << 40}
 _MOST |= {"sliding_window": 1 << 40}
+_MOST |= {"hc_mult": 1 << 6, "hc_sinkhorn_iters": 1 << 10}
 _MOST_ELSE = 1 << 22
 _MOST_BLOCKS = 1 << 20
 # As in a Granite without experts, or a MiniMax.
 _MAY_BE_NONE = ("num_experts_per_tok", "num_local_experts", "shared_intermediate_size")
+# By type: sizes that are 0 where attention knows no positions.
+_MAY_BE_0 = {"glm5_next_text": ("head_dim", "qk_rope_head_dim")}
 _NO_POSITIONS = 1 << 20  # what GGUF files of such models say
 
 
@@ -197,7 +204,8 @@ def check_counts(config: Config, *, no_window: int | None = None) -> None:
             continue
         if name == "sliding_window" and value == no_window:
             continue
-        least, most = int(name not in _MAY_BE_NONE), _MOST.get(name, _MOST_ELSE)
+        none = (*_MAY_BE_NONE, *_MAY_BE_0.get(config.model_type, ()))
+        least, most = int(name not in none), _MOST.get(name, _MOST_ELSE)
         if isinstance(value, int) and not least <= value <= most:
             raise CheckpointError(f"{name} is {value}; it must be from {least} to {most}")
     layers = getattr(config, "num_hidden_layers", None) or 1
@@ -387,8 +395,12 @@ def latent_attention(
 
 def gated_ffn(config: Config, width: int | None = None, **differences: Any) -> GatedFFN:
     """A gated feed-forward network, `intermediate_size` wide unless told otherwise."""
-    width = width or config.intermediate_size
-    return GatedFFN(config.hidden_size, width, activation(config), **differences)
+    width, function = width or config.intermediate_size, activation(config)
+    if getattr(config, "swiglu_limit", None) is not None:
+        require(config, "hidden_act", "silu")
+        require(config, "swiglu_limit", 10.0)  # to which kernels clamp
+        function = "clamped_silu"
+    return GatedFFN(config.hidden_size, width, function, **differences)
 
 
 def residual_ffn(config: Config, **differences: Any) -> ResidualFFN:

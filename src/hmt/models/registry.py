@@ -10,13 +10,22 @@ import torch
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.model import Model
 from hmt.models.config import Config, read_config
-from hmt.models.deepseek import AXK2, DeepSeekV2, DeepSeekV3, DeepSeekV32, Glm4Moe, GlmMoeDsa
+from hmt.models.deepseek import (
+    AXK2,
+    DeepSeekV2,
+    DeepSeekV3,
+    DeepSeekV4,
+    DeepSeekV32,
+    Glm4Moe,
+    GlmMoeDsa,
+)
 from hmt.models.gemma3 import Gemma3
 from hmt.models.gemma4 import Gemma4
 from hmt.models.gpt_oss import GptOss
 from hmt.models.lfm2 import Lfm2, Lfm2Moe
 from hmt.models.linear_attention import (
     BailingHybrid,
+    Glm5Next,
     KimiLinear,
     MiniMax,
     OlmoHybrid,
@@ -50,11 +59,13 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", DeepSeekV2),
     "DeepseekV3ForCausalLM": ("deepseek_v3", DeepSeekV3),
     "DeepseekV32ForCausalLM": ("deepseek_v32", DeepSeekV32),
+    "DeepseekV4ForCausalLM": ("deepseek_v4", DeepSeekV4),
     "FalconH1ForCausalLM": ("falcon_h1", FalconH1),
     "FalconMambaForCausalLM": ("falcon_mamba", MambaLM),
     "Gemma3ForCausalLM": ("gemma3_text", Gemma3),
     "Gemma4ForCausalLM": ("gemma4_text", Gemma4),
     "Glm4MoeForCausalLM": ("glm4_moe", Glm4Moe),
+    "Glm5NextForCausalLM": ("glm5_next_text", Glm5Next),
     "GlmMoeDsaForCausalLM": ("glm_moe_dsa", GlmMoeDsa),
     "GptOssForCausalLM": ("gpt_oss", GptOss),
     "GraniteMoeHybridForCausalLM": ("granitemoehybrid", GraniteHybrid),
@@ -92,12 +103,13 @@ _ALIKE = {
 # Multimodal models whose text is that of a causal language model of transformers, in its masks and
 # logits, too: Aya Vision's has no scale of logits, and PaliGemma's prompts see what comes after.
 _PLAIN = ("aria", "exaone4_5", "granite_speech", "granite_speech_plus")
+_FLAT = ("glm5_next_text",)  # may be published without encoders, and without a part for text
 _FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}  # what their code does, whatever is said
 # Of a multimodal model.
 _TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
 _OTHER_PARTS = (
     r"(^|\.)\w*(visual|vision|image|video|audio|speech|projector|connector|aligner|perceiver)\w*\.",
-    r"(^|\.)(vqmodel|vlm_merger|merger|resampler|qformer|query_tokens|newline)\w*(\.|$)",
+    r"(^|\.)(mlp1|vqmodel|vlm_merger|merger|resampler|qformer|query_tokens|newline)\w*(\.|$)",
 )
 # What fields of types and sizes that no published file has end in, where none is checked by name.
 _WRONG = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -144,7 +156,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The config.json of a multimodal model's language model; None where HMT has no such family."""
     text, kind = config.get("text_config"), f"{config.get('model_type')}_text"
-    if kind in _ALIKE and text is None and "vision_config" in config:
+    if text is None and (kind in _FLAT or (kind in _ALIKE and "vision_config" in config)):
         text = config  # as Qwen2.5-VL was published first
     elif not isinstance(text, Mapping) or "num_hidden_layers" in config:
         return None

@@ -156,6 +156,8 @@ def _bind_param(param: ParamSpec, block: BlockId, checkpoint: Checkpoint) -> Bou
     if isinstance(found, Published):
         return _bind_published(param, source, found)
     encoding = _ENCODINGS.get(found.dtype)
+    if encoding is Encoding.FP8_BLOCK and param.role is Role.VECTOR and len(param.shape) == 2:
+        return _bind_published(param, source, _fp8_numbers(found, checkpoint))
     if encoding is None or (encoding is Encoding.FP8_BLOCK and param.role is not Role.LINEAR):
         expected = "F32, F16 or BF16" + (" or F8_E4M3" if param.role is Role.LINEAR else "")
         raise ShapeError(
@@ -283,6 +285,35 @@ def _check_tiles(name: str, rows: tuple[int, int], height: int, all_rows: int) -
 def _bind_fp8(
     param: ParamSpec, source: str, record: TensorRecord, checkpoint: Checkpoint
 ) -> BoundParam:
+    tile, scales = _fp8_scales(record, checkpoint)
+    tiles = None
+    if param.rows is not None:
+        first, end = param.rows
+        _check_tiles(record.name, param.rows, tile[0], record.shape[0])
+        tiles = (first // tile[0], -(-end // tile[0]))
+    parts = (
+        BoundPart("data", _rows_of(record, param.rows), _row_bytes(record)),
+        BoundPart("scales", _rows_of(scales, tiles)),
+    )
+    form = Format(Encoding.FP8_BLOCK, tile=tile)
+    return BoundParam(param, source, form, parts, tensors=(record.name, scales.name))
+
+
+def _fp8_numbers(record: TensorRecord, checkpoint: Checkpoint) -> Published:
+    """A small matrix that is multiplied with as it is, and was published in FP8 all the same."""
+    tile, scales = _fp8_scales(record, checkpoint)
+    form = FormName("fp8", (("scale_dtype", scales.dtype), ("tile", tile)))
+    parts = {
+        "weight": PublishedPart(record.name, _rows_of(record, None), 0),
+        "scales": PublishedPart(scales.name, _rows_of(scales, None), 0),
+    }
+    return Published(form, record.shape, parts)
+
+
+def _fp8_scales(
+    record: TensorRecord, checkpoint: Checkpoint
+) -> tuple[tuple[int, int], TensorRecord]:
+    """The tile that shares a scale, and the scales.  Raises where they do not fit the matrix."""
     tile, scales = checkpoint.fp8_tile, checkpoint.records.get(record.name + _SCALE_SUFFIX)
     if tile is None or scales is None:
         raise MissingFileError(
@@ -296,17 +327,7 @@ def _bind_fp8(
             f"{scales.name} is {scales.dtype} {list(scales.shape)}; FP8 weight "
             f"{list(record.shape)} in tiles of {list(tile)} needs F32 {list(full)}"
         )
-    tiles = None
-    if param.rows is not None:
-        first, end = param.rows
-        _check_tiles(record.name, param.rows, tile[0], record.shape[0])
-        tiles = (first // tile[0], -(-end // tile[0]))
-    parts = (
-        BoundPart("data", _rows_of(record, param.rows), _row_bytes(record)),
-        BoundPart("scales", _rows_of(scales, tiles)),
-    )
-    form = Format(Encoding.FP8_BLOCK, tile=tile)
-    return BoundParam(param, source, form, parts, tensors=(record.name, scales.name))
+    return tile, scales
 
 
 def published_bytes(blocks: Mapping[BlockId, BoundBlock]) -> int:

@@ -4,15 +4,20 @@ A bare model's have no "model." in front, wrappers leave theirs ("module.", "_or
 "base_model.model."), and language models that were part of a larger one have its path in front
 ("language_model.model.", "model.language_model.").  The embedding says which: whatever stands in
 front of "embed_tokens.weight" stands in front of all others of the model's body.
+
+transformers writes some of them with another name for the list of layers, which its rules for an
+image encoder's layers give to all lists ("encoder.layers.", "blocks."): the first layer says which.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hmt.contracts.blocks import BlockKind, ParamSpec
 from hmt.contracts.checkpoint import Checkpoint, Form
 from hmt.contracts.model import ModelSpec
+
+_LAYERS = "layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +75,37 @@ def _aliases(
 ) -> dict[str, Form]:
     """Parameters that are found with `front` in the place of `root`, by their own names."""
     names: dict[str, Form] = {}
-    for param in params:
-        if _first(param, there):
-            continue
-        spelled = ((own, other) for own in param.sources for other in _spelled(own, root, front))
+    missing = [param for param in params if not _first(param, there)]
+    layers = _layers(missing, there, root, front)
+    for param in missing:
+        spelled = (
+            (own, other) for own in param.sources for other in _spelled(own, root, front, layers)
+        )
         match = next((pair for pair in spelled if pair[1] in there), None)
         if match is not None:
             names[match[0]] = there[match[1]]
     return names
 
 
-def _spelled(name: str, root: str, front: str) -> Iterator[str]:
+def _layers(missing: Sequence[ParamSpec], there: Mapping[str, Form], root: str, front: str) -> str:
+    """What stands between `front` and a layer's number."""
+    first = f"{root}.{_LAYERS}0."
+    tails = (name.removeprefix(first) for p in missing for name in p.sources if first in name)
+    tail = next(tails, None)
+    if tail is None or f"{front}{_LAYERS}0.{tail}" in there:
+        return _LAYERS
+    end = f".0.{tail}"
+    found = (name for name in there if name.startswith(front) and name.endswith(end))
+    between = next((name[len(front) : -len(end) + 1] for name in found), _LAYERS)
+    return _LAYERS if any(map(str.isdigit, between)) else between
+
+
+def _spelled(name: str, root: str, front: str, layers: str) -> Iterator[str]:
     """What `name` may be called: in the body behind `front`, else behind a part of that."""
     if name.startswith(f"{root}."):
-        yield front + name.removeprefix(f"{root}.")
+        rest = name.removeprefix(f"{root}.")
+        own = rest.startswith(_LAYERS)
+        yield front + (layers + rest.removeprefix(_LAYERS) if own else rest)
         return
     while front:
         yield front + name

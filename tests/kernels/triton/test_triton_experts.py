@@ -380,6 +380,18 @@ def with_biases(given, dtype):
     return given
 
 
+@pytest.mark.parametrize("tokens", [FEW, MANY])
+def test_the_activation_of_deepseek_v4(device, tokens):
+    """Gates of at most 10, and what goes through them in -10 to 10: inputs go far beyond."""
+    kind = KINDS[3]
+    given = make_experts(kind, [0, 1, 3], 64, 32, device=device)
+    x, chosen, scales = inputs(tokens, 64, 2, 4, device=device, dtype=torch.float32)
+    x = 40 * x
+    wanted = reference.experts(x, given, chosen, scales, "clamped_silu")
+    assert (reference.experts(x, given, chosen, scales, "silu") - wanted).abs().max() > 1
+    near(experts(x, given, chosen, scales, "clamped_silu"), wanted, kind, torch.float32)
+
+
 @pytest.mark.parametrize("kind", [KINDS[n] for n in (3, 8, 17)], ids=str)
 @pytest.mark.parametrize("tokens", [FEW, MANY])
 def test_biases_and_the_activation_of_gpt_oss(device, kind, tokens):

@@ -32,6 +32,7 @@ _DTYPES = {
     "float32": Encoding.F32,
 }
 _NOWHERE = Path("config.json")
+_MXFP4_GROUP = 32
 _FILE_TYPE = "gguf_file_type"  # the field of a configuration in which its GGUF file's is kept
 # What GGUF calls the matrices that file types treat apart from others.
 _GGUF_NAMES = {
@@ -140,6 +141,8 @@ def _format(
         form = gguf_format(_ggml_type(FILE_TYPES[file_type], param, block, layers))
         return form.with_activations(Activations.FLOAT if exact else Activations.INT8_TOKEN)
     tile = _fp8_tile(config)
+    if tile is not None and block.kind is BlockKind.EXPERT and config.get("expert_dtype") == "fp4":
+        return Format(Encoding.MXFP4, _MXFP4_GROUP)
     if tile is not None and param.role is Role.LINEAR and block.kind is not BlockKind.HEAD:
         return Format(Encoding.FP8_BLOCK, tile=tile)
     return Format(_published(config))

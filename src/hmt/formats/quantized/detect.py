@@ -11,6 +11,7 @@ from hmt.formats.quantized.awq import find_awq
 from hmt.formats.quantized.bitsandbytes import find_bitsandbytes
 from hmt.formats.quantized.compressed_tensors import find_compressed
 from hmt.formats.quantized.convolutions import find_convolutions
+from hmt.formats.quantized.expert_tables import find_expert_tables
 from hmt.formats.quantized.fp8 import find_fp8
 from hmt.formats.quantized.gpt_oss import find_gpt_oss
 from hmt.formats.quantized.gptq import find_gptq
@@ -79,6 +80,7 @@ def find_forms(
             find_stacked_experts(found)
         find_convolutions(found)
         find_shards(found)
+        find_expert_tables(found)
         return found
     if method not in _METHODS:
         raise CheckpointError(
@@ -90,6 +92,7 @@ def find_forms(
     _METHODS[method](found)
     find_convolutions(found)
     find_shards(found)
+    find_expert_tables(found)
     return found
 
 

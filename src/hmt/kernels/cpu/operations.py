@@ -26,6 +26,7 @@ from hmt.kernels.cpu import (
     routing,
     sampling,
     stack,
+    streams,
     sublayers,
 )
 from hmt.kernels.reference import AttentionInputs, Expert, FeedForward
@@ -67,6 +68,9 @@ class CompiledOperations:
         self.selected_attention = partial(reference.selected_attention, attend=self.attention)
         self.selective_scan = partial(recurrent.selective_scan, native)
         self.stack = partial(stack.stack, native)
+        self.stream_mixes = partial(streams.stream_mixes, native)
+        self.read_streams = partial(streams.read_streams, native)
+        self.write_streams = partial(streams.write_streams, native)
         self.sigmoid_gated = partial(elementwise.sigmoid_gated, native)
         self.state_space_scan = partial(recurrent.state_space_scan, native)
         self.time_steps = partial(recurrent.time_steps, native)

@@ -88,6 +88,7 @@ from hmt.kernels.reference.routing import (
 )
 from hmt.kernels.reference.sampling import LogitStats, draw, largest, logit_stats, support
 from hmt.kernels.reference.state_space import selective_scan, state_space_scan, time_steps
+from hmt.kernels.reference.streams import read_streams, stream_mixes, write_streams
 from hmt.kernels.reference.sublayers import (
     AttentionInputs,
     DeltaChain,

@@ -11,6 +11,7 @@ from hmt.base.errors import ConfigError
 from hmt.kernels.reference.matmul import quantize_activations
 
 _LIMIT, _SLOPE = 7.0, 1.702
+_SILU_LIMIT = 10.0  # of DeepSeek-V4
 
 
 def _clamped_swish(x: Tensor) -> Tensor:
@@ -19,11 +20,17 @@ def _clamped_swish(x: Tensor) -> Tensor:
     return (y * torch.sigmoid(_SLOPE * y)).to(x.dtype)
 
 
+def _clamped_silu(x: Tensor) -> Tensor:
+    """DeepSeek-V4: silu of x, at most 10."""
+    return functional.silu(x.clamp(max=_SILU_LIMIT))
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "clamped_swish": _clamped_swish,
+    "clamped_silu": _clamped_silu,
     "relu": functional.relu,
 }
 
@@ -122,8 +129,9 @@ def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, elementwise, in their dtype.
 
-    `activation` is "silu", "gelu", "gelu_tanh", "relu" or "clamped_swish", with which `up` becomes
-    1 + up, clamped to -7 and 7 before; ConfigError for anything else.
+    `activation` is "silu", "gelu", "gelu_tanh", "relu", or one that bounds `up`, too: to -7 and 7
+    "clamped_swish", which then adds 1, to -10 and 10 "clamped_silu".  ConfigError for anything
+    else.
     """
     try:
         function = _ACTIVATIONS[activation]
@@ -132,6 +140,8 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
         raise ConfigError(f"activation {activation!r} is unknown; HMT has {known}") from None
     if function is _clamped_swish:
         up = up.clamp(-_LIMIT, _LIMIT) + 1
+    elif function is _clamped_silu:
+        up = up.clamp(-_SILU_LIMIT, _SILU_LIMIT)
     return function(gate) * up
 
 

@@ -1,6 +1,7 @@
 """Which positions a token attends to: those that an indexer scores highest (DeepSeek-V3.2)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,21 +97,26 @@ def selected_attention(
     value_dim: int,
     *,
     scale: float,
+    sinks: Tensor | None = None,
     attend: Callable[..., tuple[Tensor, Tensor]] = attention,
 ) -> Tensor:
     """Attention of each token to some latents: [tokens, heads, value_dim] in query.dtype.
 
     query    [tokens, heads, dim]
     rows     [rows, 1, dim], of which the first value_dim numbers are values
+    sinks    f32 [heads], contiguous, as in `attention`
     own      int64 [tokens, count]: the rows of each token; None: there is one token, with all rows
     attend   `attention`, by which each token is computed alone: its result does not depend on how
              many others there are
     """
     out = query.new_empty(len(query), query.shape[1], value_dim)
+    options: dict[str, Any] = (
+        {"scale": scale} if sinks is None else {"scale": scale, "sinks": sinks}
+    )
     for at in range(len(query)):
         key = rows if own is None else rows[own[at]]
         value = key[..., :value_dim]
-        out[at], _ = attend(query[at : at + 1], key, value, start=len(key) - 1, scale=scale)
+        out[at], _ = attend(query[at : at + 1], key, value, start=len(key) - 1, **options)
     return out
 
 

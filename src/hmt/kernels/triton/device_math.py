@@ -71,12 +71,15 @@ def key_index(key):
 
 @triton.jit
 def activated(values, ACTIVATION: tl.constexpr):
-    """Silu, gelu, gelu_tanh, clamped_swish or relu of f32 values."""
+    """Silu, gelu, gelu_tanh, clamped_swish, clamped_silu or relu of f32 values."""
     if ACTIVATION == "silu":
         out = values / (1.0 + tl.exp(-values))
     elif ACTIVATION == "clamped_swish":
         least = tl.where(values > 7.0, 7.0, values)  # which NaN passes
         out = least / (1.0 + tl.exp(-1.702 * least))
+    elif ACTIVATION == "clamped_silu":
+        least = tl.where(values > 10.0, 10.0, values)  # which NaN passes
+        out = least / (1.0 + tl.exp(-least))
     elif ACTIVATION == "relu":
         out = tl.where(values < 0.0, 0.0, values)  # which NaN passes
     elif ACTIVATION == "gelu":
@@ -95,6 +98,8 @@ def gated_product(gate, up, ACTIVATION: tl.constexpr, KIND: tl.constexpr):
     if ACTIVATION == "clamped_swish":
         up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
         up = rounded(up + 1.0, KIND)
+    elif ACTIVATION == "clamped_silu":
+        up = tl.where(up > 10.0, 10.0, tl.where(up < -10.0, -10.0, up))
     return rounded(gate * up, KIND)
 
 

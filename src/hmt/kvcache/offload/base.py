@@ -54,7 +54,8 @@ class OffloadedKVBase(ABC, KVCache):
     @override
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         kept = self.kept(layer)
-        ops.append_pages(kept.pages, kept.slot, self.device_segments(layer, step), key, value)
+        runs = kept.appended(self.device_segments(layer, step))
+        ops.append_pages(kept.pages, kept.slot, runs, key, value)
 
     @override
     def attend(

@@ -7,7 +7,7 @@ import torch
 
 from hmt.contracts.kv import ring_pages
 from hmt.contracts.model import PAGE_TOKENS, KVLayer
-from hmt.contracts.step import Step
+from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
 from hmt.kvcache.block_tables import BlockTables
 from hmt.kvcache.page_store import KeptLayer, PageStore, Pool
@@ -69,6 +69,18 @@ class SlidingWindowPages:
         """Where the pages of `context` positions lie; only those of the window hold theirs."""
         ring, count = self._ring(sequence), -(-context // PAGE_TOKENS)
         return ring.repeat(-(-count // len(ring)))[:count].contiguous()
+
+    def gather(
+        self, layer: int, run: Segment, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KVCache.gather; positions of the window, of this run's tokens."""
+        kept, ring = self.layers[layer], self._ring(run.sequence)
+        numbers = ring[positions // PAGE_TOKENS % len(ring)]
+        rows = kept.pages, kept.slot, numbers, positions % PAGE_TOKENS
+        key = ops.read_rows(*rows)
+        if kept.pages.layout.latent:
+            return key, key[..., : kept.pages.layout.value_dim]
+        return key, ops.read_value_rows(*rows)
 
     def _ring(self, sequence: int) -> torch.Tensor:
         return self._tables.table(sequence, self.slots.of(sequence))

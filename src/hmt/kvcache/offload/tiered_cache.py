@@ -233,9 +233,8 @@ class TieredKV(OffloadedKVBase):
         self, layer: int, run: Segment, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See KVCache.  Pages that some position is in count as attended to."""
-        if layer in self._windows_by_layer:
-            key, value = self.read(layer, run)
-            return key[positions], value[positions]
+        if rings := self._windows_by_layer.get(layer):
+            return rings.gather(layer, run, positions)
         device_store = self._stores.device
         layout = device_store.layers[layer].pages.layout
         at = positions.cpu().numpy()

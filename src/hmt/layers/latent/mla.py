@@ -1,7 +1,7 @@
 """Multi-head latent attention: keys and values are kept compressed."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -43,8 +43,11 @@ class LatentAttention:
     What is as wide as all heads' absorbed queries, or expanded keys, exists for a piece at a time:
     for CHUNK_TOKENS tokens, or for _HEADS_AT_ONCE heads.
 
-    q_rank   width of the query's own compression; None where queries are projected directly
-    gated    each head's result is multiplied with the sigmoid of another projection of the token
+    q_rank     width of the query's own compression; None where queries are projected directly
+    rope_dim   0: there are no positions, and a token's row is its latent alone
+    gated      each head's result is multiplied with the sigmoid of another projection of the token
+    expands    whether long runs are expanded.  Otherwise results have the same bits however a
+               prompt is cut: worthwhile where only the first positions are attended to by all
     """
 
     hidden_size: int
@@ -56,10 +59,11 @@ class LatentAttention:
     value_dim: int
     rotary: Rotary
     scale: float
-    interleaved: bool  # pairs of numbers that turn together lie side by side
+    interleaved: bool = False  # pairs of numbers that turn together lie side by side
     bias: bool = False  # of q_a_proj, kv_a_proj_with_mqa and o_proj
     norm_eps: float = 1e-6
     gated: bool = False
+    expands: bool = True
     layer: LatentLayer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +85,7 @@ class LatentAttention:
     @property
     def kv(self) -> KVLayer:
         """What one layer keeps per token."""
-        own = self.nope_dim + self.rope_dim + self.value_dim
+        own = self.nope_dim + self.rope_dim + self.value_dim if self.expands else 0
         return KVLayer(
             KVKind.LATENT, 1, self.kv_rank + self.rope_dim, self.kv_rank, expanded_dim=own
         )
@@ -116,12 +120,18 @@ class LatentAttention:
             *self._query_params(at, query),
             *linear_params("kv_a_proj", latent, hidden, f"{at}kv_a_proj_with_mqa", bias=self.bias),
             self._norm(self.kv_rank).param("kv_a_norm", f"{at}kv_a_layernorm.weight"),
-            *linear_params("kv_b_proj", expanded, self.kv_rank, f"{at}kv_b_proj"),
+            self._expansion_param(expanded, f"{at}kv_b_proj.weight"),
             *self._gate_params(at),
             *linear_params(
                 "o_proj", hidden, self.heads * self.value_dim, f"{at}o_proj", bias=self.bias
             ),
         )
+
+    def _expansion_param(self, outputs: int, source: str) -> ParamSpec:
+        # VECTOR where it is only absorbed, since that multiplies with numbers: unpacking 16.8
+        # million of 4 bits took a core 32 ms for each token, reading them in 16 bits takes 6.
+        role = Role.LINEAR if self.expands else Role.VECTOR
+        return ParamSpec("kv_b_proj", (outputs, self.kv_rank), (source,), role)
 
     def _gate_params(self, at: str) -> tuple[ParamSpec, ...]:
         gate = (f"{at}g_proj.weight",)
@@ -194,17 +204,21 @@ class LatentAttention:
     def turned(self, query: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """`queries` of heads [tokens, heads, nope_dim + rope_dim] that have no positions yet."""
         nope, turning = query.split((self.nope_dim, self.rope_dim), dim=-1)
-        cos, sin = self.rotary.cos_sin(step)
-        return nope, ops.rope(turning, cos, sin, interleaved=self.interleaved)
+        return nope, self._turn(turning, step)
 
     def append(self, x: Tensor, layer: int, step: Step, params: Params, kv: KVCache) -> None:
         """Append the latents of x [tokens, hidden_size] to `kv`."""
         compressed = project(x, params, "kv_a_proj")
         latent, shared = compressed.split((self.kv_rank, self.rope_dim), dim=-1)
         latent = self._norm(self.kv_rank)(latent, params["kv_a_norm"])
-        cos, sin = self.rotary.cos_sin(step)
-        shared = ops.rope(shared[:, None], cos, sin, interleaved=self.interleaved)
+        shared = self._turn(shared[:, None], step)
         kv.append(layer, step, torch.cat((latent[:, None], shared), dim=-1), None)
+
+    def _turn(self, heads: Tensor, step: Step) -> Tensor:
+        """heads [tokens, heads, rope_dim] at their positions."""
+        if not self.rope_dim:
+            return heads
+        return ops.rope(heads, *self.rotary.cos_sin(step), interleaved=self.interleaved)
 
     def attend(
         self,
@@ -245,19 +259,22 @@ class LatentAttention:
     ) -> None:
         """Attention of the tokens of `run` to some positions each, into their rows of `out`.
 
-        positions   int64 [run.length, count], each row ascending
+        positions   int64 [run.length, count], each row ascending but for -1, which stand anywhere
+                    in rows of tokens that attend to fewer
 
         Every token attends by itself, to rows that are gathered for it, so that its result does
         not depend on how many others there are.
         """
         own: Tensor | None = positions
         if run.length == 1:
-            rows, own = kv.gather(layer, run, positions[0])[0], None
+            mine = positions[0]
+            rows, own = kv.gather(layer, run, mine[mine >= 0])[0], None
         elif positions.numel() >= run.context:
             rows = kv.read(layer, run)[0]
         else:
             union, own = positions.unique(return_inverse=True)
-            rows = kv.gather(layer, run, union)[0]
+            fewer = int(union[0] < 0)
+            rows, own = kv.gather(layer, run, union[fewer:])[0], own - fewer
         rows = rows.to(out.dtype)
         to_key, to_value = self._expansion(params, out.dtype)
         for first in range(0, run.length, CHUNK_TOKENS):
@@ -265,8 +282,11 @@ class LatentAttention:
             tokens = slice(run.offset + piece.start, run.offset + piece.stop)
             nope, turning = (part[tokens] for part in queries)
             query = torch.cat((fused_ops.head_products(nope, to_key), turning), dim=-1)
-            some = None if own is None else own[piece]
-            mixed = ops.selected_attention(query, rows, some, self.kv_rank, scale=self.scale)
+            mixed = query.new_empty(*query.shape[:2], self.kv_rank)
+            for which, some in _equally_many(None if own is None else own[piece]):
+                mixed[which] = ops.selected_attention(
+                    query[which], rows, some, self.kv_rank, scale=self.scale
+                )
             out[tokens] = fused_ops.head_products(mixed, to_value)
 
     def _norm(self, width: int) -> RMSNorm:
@@ -325,6 +345,18 @@ class LatentAttention:
         both = both.unflatten(-1, (-1, self.nope_dim + self.value_dim))
         nope, value = both.split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, shared.expand(-1, nope.shape[1], -1)), dim=-1), value
+
+
+def _equally_many(own: Tensor | None) -> Iterator[tuple[Tensor | slice, Tensor | None]]:
+    """Tokens that attend to as many rows each, and these: of `own` [tokens, count] without -1."""
+    if own is None or own.min() >= 0:
+        yield slice(None), own
+        return
+    there = own >= 0
+    counts = there.sum(1)
+    for count in counts.unique().tolist():
+        which = (counts == count).nonzero().flatten()
+        yield which, own[which][there[which]].view(len(which), count)
 
 
 def _edges(run: Segment, most: int, *, together: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, what GLM-4.5 has of them, and families that attend to a selection."""
+"""DeepSeek-V2 to V4, what GLM-4.5 has of them, and families that attend to a selection."""
 
 from hmt.models.deepseek.axk2 import AXK2
 from hmt.models.deepseek.dense import (
@@ -9,4 +9,5 @@ from hmt.models.deepseek.dense import (
     prediction_layers,
 )
 from hmt.models.deepseek.glm4_moe import Glm4Moe
-from hmt.models.deepseek.sparse import DeepSeekV32, GlmMoeDsa
+from hmt.models.deepseek.sparse import DeepSeekV32, GlmMoeDsa, selecting
+from hmt.models.deepseek.v4 import DeepSeekV4

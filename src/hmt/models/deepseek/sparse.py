@@ -1,5 +1,6 @@
 """DeepSeek-V3.2 (arXiv 2512.02556) and GLM-5: DeepSeek-V3 whose tokens attend to a selection."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -8,6 +9,7 @@ from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
 from hmt.contracts.blocks import ParamSpec
+from hmt.contracts.model import ModelSpec
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache
 from hmt.layers import Indexer, Params, Selection, SparseLatentAttention
@@ -15,6 +17,21 @@ from hmt.models.config import Config, layer_kinds, rotary
 from hmt.models.deepseek.dense import DeepSeekV3
 
 _NOT_CAPTURED = "an indexer selects what tokens attend to, and each step gathers other rows"
+
+
+def selecting(
+    spec: ModelSpec, attention: SparseLatentAttention, indexes: Sequence[bool]
+) -> ModelSpec:
+    """`spec` of a model whose latent layers attend to a selection; `indexes`: has an indexer."""
+    keys = attention.indexer.keys
+    return replace(
+        spec,
+        kv=tuple(None if layer is None else attention.kv for layer in spec.kv),
+        index_keys=tuple(keys if own else None for own in indexes),
+        activation_width=spec.activation_width + attention.indexer.activation_width,
+        gathered_width=attention.gathered_width,
+        uncaptured=_NOT_CAPTURED,
+    )
 
 
 class DeepSeekV32(DeepSeekV3):
@@ -45,15 +62,7 @@ class DeepSeekV32(DeepSeekV3):
         self._indexes = self._indexing_layers(config)
         super().__init__(config, dtype)
         self._selecting = SparseLatentAttention(self.attention, self._indexer)
-        keys = self._indexer.keys
-        self.spec = replace(
-            self.spec,
-            kv=tuple(self._selecting.kv for _ in self.spec.kv),
-            index_keys=tuple(keys if indexes else None for indexes in self._indexes),
-            activation_width=self.spec.activation_width + self._indexer.activation_width,
-            gathered_width=self._selecting.gathered_width,
-            uncaptured=_NOT_CAPTURED,
-        )
+        self.spec = selecting(self.spec, self._selecting, self._indexes)
         # Of the last step's last layer with an indexer, for layers without one behind it.
         self._last: tuple[tuple[Segment, ...], Selection] = ((), ())
 

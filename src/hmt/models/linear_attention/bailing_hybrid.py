@@ -9,7 +9,7 @@ from hmt.base.errors import CheckpointError
 from hmt.contracts.blocks import BlockSpec
 from hmt.kernels import ops
 from hmt.layers import DeltaAttention
-from hmt.models.config import Config, norm, require, rotary
+from hmt.models.config import Config, latent_attention, norm, require, rotary
 from hmt.models.deepseek import latent_scale
 from hmt.models.hybrid import convolution_taps
 from hmt.models.linear_attention.kimi_linear import LatentHybrid
@@ -43,16 +43,11 @@ class BailingHybrid(LatentHybrid):
             "sigmoid",
             "f",
         )
-        super().__init__(
-            config,
-            dtype,
-            rotary(config),
-            recurrent,
-            scale=latent_scale(config),
-            interleaved=True,
-            gated=True,
-            table_name="model.word_embeddings.weight",
+        attention = latent_attention(
+            config, rotary(config), latent_scale(config), interleaved=True, gated=True
         )
+        table = "model.word_embeddings.weight"
+        super().__init__(config, dtype, attention, recurrent, table_name=table)
 
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:

@@ -17,9 +17,9 @@ from hmt.kernels import ops
 from hmt.layers import (
     BiasedSigmoidRouter,
     DeltaAttention,
+    LatentAttention,
     NoRotary,
     Params,
-    Rotary,
 )
 from hmt.models.config import (
     Config,
@@ -40,32 +40,28 @@ _NETWORKS = {".mlp.": ".block_sparse_moe."}
 
 
 class LatentHybrid(LatentDecoder):
-    """What Kimi Linear and Ling 3 share: delta attention or latent attention, dense or experts.
+    """What Kimi Linear and its kin share: delta attention or latent attention, dense or experts.
 
     attends   which layers have latent attention
     """
+
+    _attending = "full_attention"  # what layer_types calls them
 
     def __init__(
         self,
         config: Config,
         dtype: torch.dtype,
-        rotary: Rotary,
+        attention: LatentAttention,
         recurrent: DeltaAttention,
-        *,
-        scale: float,
-        interleaved: bool = False,
-        gated: bool = False,
         **options: Any,
     ) -> None:
-        """`rotary` to `gated` but `recurrent` are of latent attention; `options` are of Decoder."""
+        """`options` are of Decoder."""
         require(config, "hidden_act", "silu")
         self.norm = norm(config)
-        self.attention = latent_attention(
-            config, rotary, scale, interleaved=interleaved, gated=gated
-        )
+        self.attention = attention
         self.recurrent = recurrent
-        kinds = layer_kinds(config, "full_attention", "linear_attention")
-        self.attends = [kind == "full_attention" for kind in kinds]
+        kinds = layer_kinds(config, self._attending, "linear_attention")
+        self.attends = [kind == self._attending for kind in kinds]
         kinds = layer_kinds(config, "dense", "sparse", name="mlp_layer_types")
         self.sparse = [kind == "sparse" for kind in kinds]
         check_experts(config, config.num_local_experts, config.n_group, config.topk_group)
@@ -91,8 +87,7 @@ class LatentHybrid(LatentDecoder):
             activation_width=max(part.activation_width for part in parts),
             piece_width=self.attention.piece_width,
             router=self.router,
-            ignored=prediction_layers(config),
-            **options,
+            **{"ignored": prediction_layers(config)} | options,
         )
 
     def blocks_of(
@@ -100,11 +95,12 @@ class LatentHybrid(LatentDecoder):
     ) -> Iterator[BlockSpec]:
         """The blocks of layer `index`; `names` they have besides, and `projections` of experts."""
         at = f"model.layers.{index}."
-        mixer = self.attention if self.attends[index] else self.recurrent
+        if self.attends[index]:
+            mixer = self.attention_params(index, f"{at}self_attn.")
+        else:
+            mixer = self.recurrent.params(f"{at}self_attn.")
         own = self.norm.param("norm", f"{at}input_layernorm.weight")
-        yield attention_block(
-            index, own, *renamed(mixer.params(f"{at}self_attn."), names, also=True)
-        )
+        yield attention_block(index, own, *renamed(mixer, names, also=True))
         own = self.norm.param("norm", f"{at}post_attention_layernorm.weight")
         if not self.sparse[index]:
             params = self.ffn.ffn.params(f"{at}mlp.")
@@ -148,7 +144,7 @@ class KimiLinear(LatentHybrid):
         )
         still = NoRotary(config.qk_rope_head_dim, config.max_position_embeddings)
         scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
-        super().__init__(config, dtype, still, recurrent, scale=scale)
+        super().__init__(config, dtype, latent_attention(config, still, scale), recurrent)
 
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:

@@ -318,7 +318,8 @@ def share_of_device(
 
 def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
     """KV bytes of one position in some `layers`."""
-    return sum(_layer_kv(demand)[index] for index in layers)
+    kept = _layer_kv(demand)
+    return sum(nbytes for index in layers for nbytes in kept[index].values())
 
 
 def sequence_bytes(demand: Demand, layers: Collection[int]) -> int:
@@ -332,18 +333,18 @@ def _layers(
     demand: Demand, context: int, levels: KVTiers | None
 ) -> tuple[list[_Layer], list[BlockSize]]:
     """All layers, and the head's blocks."""
-    tokens = [kv_bytes(demand, context) // max(1, demand.kv_token_bytes)] * demand.spec.layers
+    tokens = {0: kv_bytes(demand, context) // max(1, demand.kv_token_bytes)}
     if levels is not None:
-        whole = levels.device_pages + levels.staged_pages
-        pages = [
-            whole if kv is None else levels.ring_pages.get(kv.window, whole)
-            for kv in demand.spec.kv
-        ]
-        tokens = [count * PAGE_TOKENS for count in pages]
+        tokens[0] = (levels.device_pages + levels.staged_pages) * PAGE_TOKENS
+        tokens |= {window: count * PAGE_TOKENS for window, count in levels.ring_pages.items()}
     layers = []
-    for index, kv in enumerate(_layer_kv(demand)):
+    for index, kept in enumerate(_layer_kv(demand)):
         state = round_up(demand.state_slots * sequence_bytes(demand, (index,)), _ALIGNMENT)
-        layers.append(_Layer(index, kv_bytes=round_up(kv * tokens[index], _ALIGNMENT) + state))
+        kv = sum(
+            round_up(nbytes * tokens.get(window, tokens[0]), _ALIGNMENT)
+            for window, nbytes in kept.items()
+        )
+        layers.append(_Layer(index, kv_bytes=kv + state))
     head = []
     for block in demand.blocks:
         if block.id.kind is BlockKind.HEAD:
@@ -354,14 +355,18 @@ def _layers(
     return layers, head
 
 
-def _layer_kv(demand: Demand) -> list[int]:
-    """KV bytes of one position, by layer."""
+def _layer_kv(demand: Demand) -> list[dict[int, int]]:
+    """KV bytes of one position, by layer and in it by window; of what sees everything by 0."""
     spec = demand.spec
-    kept = [spec.kv_layers_of([layer]).values() for layer in range(spec.layers)]
-    widths = [sum(layer.row_width for layer in parts) for parts in kept]
-    if not sum(widths):
-        return [0] * demand.spec.layers
-    return [demand.kv_token_bytes * width // sum(widths) for width in widths]
+    total = sum(layer.row_width for layer in spec.kv_layers.values())
+    found = []
+    for index in range(spec.layers):
+        widths: dict[int, int] = {}
+        for layer in spec.kv_layers_of([index]).values():
+            widths[layer.window] = widths.get(layer.window, 0) + layer.row_width
+        by_window = ((w, demand.kv_token_bytes * n // total) for w, n in widths.items())
+        found.append(dict(by_window))
+    return found
 
 
 def copied_share(machine: Machine) -> float:

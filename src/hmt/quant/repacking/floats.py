@@ -15,7 +15,7 @@ from hmt.quant.repacking.row_order import turn_back
 
 @dataclass(frozen=True, slots=True)
 class Floats(WeightImporter):
-    """F32, F16 or BF16 that do not lie as HMT wants them.
+    """F32, F16 or BF16 that do not lie as HMT wants them; integers, which f32 has to hold.
 
     dtype     as TensorRecord has it
     turned    rows of a head, where they lie in another order: see turn_back; else 0
@@ -34,7 +34,7 @@ class Floats(WeightImporter):
 
     @override
     def format(self, shape: tuple[int, ...]) -> Format:
-        computed = self.minus or self.decay
+        computed = self.minus or self.decay or self.dtype.startswith("I")
         return Format(Encoding.F32 if computed else Encoding(self.dtype.lower()))
 
     @override

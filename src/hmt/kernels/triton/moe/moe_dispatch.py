@@ -121,7 +121,7 @@ def scattered_experts(given: Sequence[Expert], where: torch.device) -> Callable[
     return compute
 
 
-_ACTIVATIONS = (*ACTIVATIONS, "clamped_swish")
+_ACTIVATIONS = (*ACTIVATIONS, "clamped_swish", "clamped_silu")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
