@@ -140,8 +140,13 @@ class SchedulerOutput:
 
     @property
     def sampled(self) -> list[int]:
-        """Requests whose next token the step's logits choose, in the order of these."""
-        return [segment.request for segment in self.segments if segment.num_logit_rows]
+        """The request whose next token a row of the step's logits chooses, for each row."""
+        return [run.request for run in self.segments for _ in range(run.num_logit_rows)]
+
+    @property
+    def num_drafts(self) -> int:
+        """Guesses of all segments."""
+        return sum(segment.drafts for segment in self.segments)
 
     @property
     def scored(self) -> list[tuple[int, int]]:

@@ -225,6 +225,7 @@ class LoadedModel:
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
             predicted=self._predictor.decoding(core.decoded),
+            speculation=core.speculator.account.copy(),
         )
 
     def reset_summary(self) -> None:

@@ -62,6 +62,8 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
+    speculate             "auto" guesses next tokens and verifies several in a step, where that changes
+                          no answer and takes less time; "off" does not
     draft_tokens          guesses that a step may end with for each sequence, and take back:
                           recurrent state has a journal for so many
     kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to
@@ -122,6 +124,7 @@ class EngineConfig:
     prefetch_distance: int | None = None
     max_prefill_tokens: int | None = None
     max_batch: int = 16
+    speculate: str = "auto"
     draft_tokens: int = 0
     kv_gpu_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None
@@ -260,6 +263,7 @@ def _check(values: dict[str, Any]) -> None:
         "kv_eviction": tuple(KV_EVICTION),
         "goal": GOALS,
         "kv_policy": ("exact", "select"),
+        "speculate": ("auto", "off"),
         "verify_reads": tuple(Verify),
     }
     for name, allowed in choices.items():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +27,8 @@ from hmt.engine.run_summary import Phase
 from hmt.engine.scheduling.scheduler import Scheduler
 from hmt.engine.scheduling.sequence import PromptEnd, SequenceState
 from hmt.engine.teacher_forcing import TeacherForcing
+from hmt.engine.speculation.account import SpeculationAccount
+from hmt.engine.speculation.opening import open_speculator
 from hmt.kernels.ops import LogitStats
 
 
@@ -44,16 +47,22 @@ class EngineCore:
         self._spec = prepared.model.spec
         self._forms = UnsettledForms()
         border = self._spec.rotary_border
+
+        def scope(sequence: SequenceState) -> str:
+            return scope_of(sequence, border, shared=config.prefix_shared)
+
+        self.speculator = open_speculator(prepared, config, memory, scope)
         self.scheduler = Scheduler(
             memory.kv.allocator,
             max_prefill_tokens=prepared.plan.max_prefill_tokens,
             max_batch=config.max_batch,
             prefixes=memory.prefixes,
-            salt=lambda sequence: scope_of(sequence, border, shared=config.prefix_shared),
+            salt=scope,
             border=border,
             checkpoints=bool(self._spec.state_bytes) and memory.prefixes is not None,
             begin_answer=self._begin_answer,
             token_window=self._spec.token_window,
+            draft=self.speculator.draft,
         )
         self.runner = ModelRunner(prepared, config, memory, tracer)
         self._processors: dict[int, OutputProcessor] = {}  # by number, until they have ended
@@ -88,6 +97,7 @@ class EngineCore:
         """Count from zero."""
         self.prompt, self.generation = Phase(), Phase()
         self.decoded, self.prefilled = StepTotals(), StepTotals()
+        self.speculator.account = SpeculationAccount()
         self.runner.meter.lap(0.0)
 
     def advance(self) -> bool:
@@ -139,21 +149,57 @@ class EngineCore:
         """
         for segment in output.segments:
             processor = self._processors[segment.request]
-            processor.state.computed += segment.length
+            processor.state.computed += segment.length - segment.drafts
             if processor.state.computed == processor.state.prompt_tokens:
                 processor.prompt_computed()
         forked: list[OutputProcessor] = []
         stats = self.runner.logit_stats or (None,) * len(logits)
-        for request, row, known in zip(output.sampled, logits, stats, strict=True):
-            processor = self._processors[request]
+        rows = zip(logits, stats, strict=True)
+        for segment in output.segments:
+            own = list(islice(rows, segment.num_logit_rows))
+            if not own:
+                continue
+            processor = self._processors[segment.request]
             if processor.state.computed == processor.state.prompt_tokens:
-                keep_end = partial(self._keep_end, row, known)
+                keep_end = partial(self._keep_end, *own[0])
                 states = self.scheduler.fork(processor.state, keep_end)
                 forked += (others := [self._processors[state.number] for state in states])
                 for other in others:
-                    other.advance(row, known)
-            processor.advance(row, known)
+                    other.advance(*own[0])
+            processor.advance(*own[0])
+            if segment.drafts:
+                self._verify(processor, segment.tokens[-segment.drafts :], own[1:])
         return forked
+
+    def _verify(
+        self,
+        processor: OutputProcessor,
+        drafts: Many[int],
+        rows: Many[tuple[torch.Tensor, LogitStats | None]],
+    ) -> None:
+        """Let a request choose by the rows behind guesses for as long as it chose these.
+
+        Each token is drawn as without guesses, from the same logits and with the same random
+        number, so that guesses change no answer.
+        """
+        accepted = 0
+        for draft, row in zip(drafts, rows, strict=True):
+            if processor.state.tokens[-1] != draft or not self._goes_on(processor):
+                break
+            accepted += 1
+            processor.state.computed += 1
+            processor.advance(*row)
+        if accepted < len(drafts):
+            self.scheduler.take_back(processor.state)
+        self.speculator.verified(processor.state, accepted)
+
+    def _goes_on(self, processor: OutputProcessor) -> bool:
+        """Whether a request may choose another token now."""
+        try:
+            return self._forms.is_settled(processor) and not processor.state.finished
+        except Exception as error:
+            processor.state.fail(reported(error))
+            return False
 
     def _keep_end(self, logits: torch.Tensor, known: LogitStats | None) -> PromptEnd:
         end = PromptEnd()
@@ -171,13 +217,15 @@ class EngineCore:
         self.steps += 1
         now = time.perf_counter()
         cost = self.runner.meter.lap(now - begin)
-        prompt, tokens = output.prompt_tokens, output.num_tokens
+        wrong = self.speculator.step_took(output, cost.seconds)
+        prompt, tokens = output.prompt_tokens, output.num_tokens - wrong
         self._tracer.record("step", "host", 0, begin, now, (prompt, tokens - prompt))
         # Tokens of one step share its reads and its time.
         self.prompt.add(cost, prompt, tokens)
         self.generation.add(cost, tokens - prompt, tokens)
-        totals = self.prefilled if prompt else self.decoded
-        totals.add(output, cost.seconds, cost.disk_bytes)
+        if not output.num_drafts:  # no steps of these were predicted
+            totals = self.prefilled if prompt else self.decoded
+            totals.add(output, cost.seconds, cost.disk_bytes)
 
     def _settled(self, processor: OutputProcessor, error: Exception | None) -> None:
         """A request has ended by its form."""
@@ -189,6 +237,7 @@ class EngineCore:
     def _tell_ended(self) -> None:
         """Tell the owners of all that have ended since the last call."""
         for sequence in self.scheduler.take_ended():
+            self.speculator.ended(sequence)
             if (processor := self._processors.pop(sequence.number, None)) is not None:
                 processor.ended()
 

@@ -59,6 +59,7 @@ class Scheduler:
         checkpoints: bool = False,
         begin_answer: Callable[[SequenceState, PromptEnd], None] = lambda sequence, end: None,
         token_window: int = 0,
+        draft: Callable[[SequenceState, int, int], tuple[int, ...]] = lambda *_: (),
     ) -> None:
         """A step holds `max_prefill_tokens` of prompts at most, and one of each other request.
 
@@ -70,6 +71,8 @@ class Scheduler:
                    of `checkpoint_interval`: there recurrent state is kept for others
         token_window   of the model
         begin_answer   chooses the first token of a sequence by the logits of another's prompt
+        draft      guesses of a sequence's next tokens, at most so many, in a step of so many
+                   sequences that reads no prompt
         """
         self.kv = KVOperationLog(kv)
         self._allocator = kv
@@ -82,6 +85,7 @@ class Scheduler:
         self._begin_first = begin_answer
         self._checkpoints = checkpoints
         self._token_window = token_window
+        self._draft = draft
         self._full = False  # since the last sequence came or ended
         self._waiting: RequestQueue[SequenceState] = RequestQueue()
         self._running: list[SequenceState] = []
@@ -160,7 +164,7 @@ class Scheduler:
             shares = [_to_border(s, n, most) for s, n in zip(reading, shares, strict=True)]
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         segments = [
-            self._segment(sequence, count)
+            self._segment(sequence, count, () if reading else self._drafts(sequence, len(running)))
             for sequence in running
             if (count := counts.get(sequence.number, 1))
         ]
@@ -169,26 +173,43 @@ class Scheduler:
         self._batches[len(segments)] += 1
         return SchedulerOutput(tuple(segments), sum(shares), self.kv.take())
 
-    def _segment(self, sequence: SequenceState, count: int) -> SegmentRequest:
-        """The next `count` tokens of a sequence."""
+    def _drafts(self, sequence: SequenceState, sequences: int) -> tuple[int, ...]:
+        """Guesses of what follows a sequence that decodes, for which it has places already."""
+        end = len(sequence.tokens)
+        room = min(sequence.reserved_tokens, sequence.max_total_tokens - 1)
+        border = self._border
+        if border is not None and not border.gradual and sequence.whole <= border.positions:
+            room = min(room, border.positions)  # what is behind it is computed again
+        return self._draft(sequence, room - end, sequences) if room > end else ()
+
+    def _segment(
+        self, sequence: SequenceState, count: int, drafts: tuple[int, ...]
+    ) -> SegmentRequest:
+        """The next `count` tokens of a sequence, and guesses behind them."""
         assert sequence.kv is not None
         first, last = sequence.computed, sequence.computed + count
-        if last > sequence.reserved_tokens:  # kernels would write beside its pages
+        if last + len(drafts) > sequence.reserved_tokens:  # kernels would write beside its pages
             raise AssertionError("a step has more positions than were reserved")
         scored, pooled = sequence.prompt_output_rows(first, count)
         return SegmentRequest(
             sequence.kv,
             first,
-            sequence.tokens[first:last],
-            int(last == len(sequence.tokens) and sequence.wants_tokens),
+            [*sequence.tokens[first:last], *drafts],
+            len(drafts) + int(last == len(sequence.tokens) and sequence.wants_tokens),
             sequence.max_total_tokens,
             sequence.reserved_tokens,
             scored,
             pooled,
             sequence.whole,
             sequence.number,
+            len(drafts),
             preceding=tuple(sequence.tokens[max(0, first - self._token_window) : first]),
         )
+
+    def take_back(self, sequence: SequenceState) -> None:
+        """Let a sequence hold no more than what counts as computed: the rest were guesses."""
+        assert sequence.kv is not None
+        self.kv.rollback(sequence.kv, sequence.computed)
 
     def take_ended(self) -> list[SequenceState]:
         """Those that were retired since the last call, in order."""

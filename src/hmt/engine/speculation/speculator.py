@@ -1,0 +1,72 @@
+"""The engine's speculation: asks the proposer, lets the gate choose, and keeps the account."""
+
+from collections.abc import Callable
+from typing import Final
+
+from hmt.contracts.step import SchedulerOutput
+from hmt.engine.scheduling.sequence import SequenceState
+from hmt.engine.speculation.account import SpeculationAccount
+from hmt.engine.speculation.draft import Draft, Proposer
+from hmt.engine.speculation.gate import SpeculationGate
+
+# Of a step, guesses included.  Kernels for few rows give a token's logits the same bits with up to
+# 16 of them; and more guesses than that are hardly ever right.
+MOST_TOKENS: Final = 16
+
+
+class Speculator:
+    """Guesses for sequences that decode.  For the engine's thread only.
+
+    account   since the last reset
+    """
+
+    def __init__(
+        self, proposer: Proposer | None, scope: Callable[[SequenceState], str] = lambda _: ""
+    ) -> None:
+        """Without a proposer there are no guesses.  `scope`: who may learn from whose tokens."""
+        self._proposer = proposer
+        self._scope = scope
+        self._gate = SpeculationGate()
+        self._drafts: dict[int, Draft] = {}  # of the step that comes, by number of the request
+        self._accepted = 0  # of the same step
+        self.account = SpeculationAccount()
+
+    def draft(self, sequence: SequenceState, most: int, sequences: int) -> tuple[int, ...]:
+        """At most `most` guesses for the next step, which computes `sequences` sequences."""
+        others = sum(len(draft.tokens) for draft in self._drafts.values())
+        most = min(most, MOST_TOKENS - sequences - others)
+        if self._proposer is None or most < 1 or not self._gate.is_open:
+            return ()
+        scope = self._scope(sequence)
+        draft = self._proposer.propose(sequence.number, scope, sequence.tokens, most)
+        draft = self._gate.choose(draft, sequences, others)
+        if draft.tokens:
+            self._drafts[sequence.number] = draft
+        return draft.tokens
+
+    def verified(self, sequence: SequenceState, accepted: int) -> None:
+        """The first `accepted` guesses of the step were right."""
+        draft = self._drafts[sequence.number]
+        self._accepted += accepted
+        self._gate.verified(draft, accepted)
+        self.account.add(len(draft.tokens), accepted)
+
+    def step_took(self, output: SchedulerOutput, seconds: float) -> int:
+        """The step has ended; how many of its guesses were wrong."""
+        guesses, accepted = output.num_drafts, self._accepted
+        self._drafts, self._accepted = {}, 0
+        if self._proposer is None or output.prompt_tokens:  # the time of these tells nothing
+            return 0
+        emitted = len(output.segments) + accepted
+        if guesses:
+            alone = self._gate.times.of(len(output.segments)) / len(output.segments)
+            self.account.steps += 1
+            self.account.tokens += emitted
+            self.account.saved_s += emitted * alone - seconds
+        self._gate.step_took(output.num_tokens, emitted, guesses, seconds)
+        return guesses - accepted
+
+    def ended(self, sequence: SequenceState) -> None:
+        """A request has ended."""
+        if self._proposer is not None:
+            self._proposer.ended(sequence.number)
