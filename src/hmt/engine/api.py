@@ -21,6 +21,7 @@ from hmt.engine.engine_core import EngineCore
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.input_processor import InputProcessor
 from hmt.engine.loading.allocate import allocate_on
+from hmt.engine.loading.draft import PreparedDraft
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.output_processor import OutputProcessor, TokenListener
 from hmt.engine.run_summary import RunSummary
@@ -42,7 +43,9 @@ class LoadedModel:
         ledger: Ledger,
         progress: Callable[[int, int], None] | None = None,
         devices: Many[Device] = (),
+        draft: PreparedDraft | None = None,
     ) -> None:
+        """`draft` is a small model that guesses tokens, if one does."""
         self.prepared = prepared
         self.max_batch = config.max_batch
         self.tokenizer = prepared.source.tokenizer()
@@ -59,7 +62,12 @@ class LoadedModel:
             self._predictor = run_history.predictor_of(
                 prepared.source.path.name, prepared.demand, prepared.plan, prepared.machine
             )
-            self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
+            guesses = None
+            if draft is not None:
+                guesses = draft.loaded(self._loop, ledger, self.tracer, memory)
+            self._core = self._loop.call(
+                lambda: EngineCore(prepared, config, memory, self.tracer, guesses)
+            )
             capacity_tokens = self._core.load.capacity_tokens
             self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens)
             stack.pop_all()
@@ -214,7 +222,7 @@ class LoadedModel:
             machine=self.prepared.machine,
             published_bytes=self.prepared.published_bytes,
             budget_bytes=self.plan.budgets[Tier.HOST],
-            used_bytes=core.memory.used_bytes(),
+            used_bytes=core.used_bytes(),
             resident_bytes=homes[Tier.HOST],
             streamed_bytes=homes[Tier.DISK],
             peak_rss_bytes=peak_resident_bytes(),

@@ -62,8 +62,10 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
-    speculate             "auto" guesses next tokens and verifies several in a step, where that changes
-                          no answer and takes less time; "off" does not
+    speculate             "auto" guesses next tokens by what the text said before, and verifies several
+                          in a step, where that changes no answer and takes less time; "mtp" besides
+                          by the checkpoint's multi-token prediction layers, "draft=PATH" by a
+                          smaller model of the same tokenizer; "off" does not
     draft_tokens          guesses that a step may end with for each sequence, and take back:
                           recurrent state has a journal for so many
     kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to
@@ -263,12 +265,16 @@ def _check(values: dict[str, Any]) -> None:
         "kv_eviction": tuple(KV_EVICTION),
         "goal": GOALS,
         "kv_policy": ("exact", "select"),
-        "speculate": ("auto", "off"),
         "verify_reads": tuple(Verify),
     }
     for name, allowed in choices.items():
         if name in values and values[name] not in allowed:
             raise ConfigError(f"{name}={values[name]!r}; choose one of {', '.join(allowed)}")
+    speculate = values.get("speculate", "auto")
+    if speculate not in ("auto", "off", "mtp") and not str(speculate).removeprefix("draft="):
+        raise ConfigError("speculate=draft= names no model: give a folder or a file behind it")
+    if speculate not in ("auto", "off", "mtp") and not str(speculate).startswith("draft="):
+        raise ConfigError(f"speculate={speculate!r}; choose one of auto, off, mtp, draft=PATH")
     least = {
         "context": 1,
         "prefetch_distance": 0,

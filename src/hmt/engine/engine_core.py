@@ -16,6 +16,7 @@ from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.beam_search import BeamSearch
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm, warm_up
+from hmt.engine.loading.draft import LoadedDraft
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prefix_cache import save_some, scope_of
 from hmt.engine.loading.prepare import Prepared
@@ -27,7 +28,9 @@ from hmt.engine.run_summary import Phase
 from hmt.engine.scheduling.scheduler import Scheduler
 from hmt.engine.scheduling.sequence import PromptEnd, SequenceState
 from hmt.engine.teacher_forcing import TeacherForcing
+from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.speculation.account import SpeculationAccount
+from hmt.engine.speculation.hidden_states import HiddenStates, with_hidden
 from hmt.engine.speculation.opening import open_speculator
 from hmt.kernels.ops import LogitStats
 
@@ -40,18 +43,26 @@ class EngineCore:
     """
 
     def __init__(
-        self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
+        self,
+        prepared: Prepared,
+        config: EngineConfig,
+        memory: Memory,
+        tracer: Tracer,
+        draft: LoadedDraft | None = None,
     ) -> None:
+        """`draft` is the small model that guesses tokens, if one does."""
         self.memory = memory
+        self._draft = draft
         self._plan = prepared.plan
         self._spec = prepared.model.spec
         self._forms = UnsettledForms()
+        self._hidden = HiddenStates()
         border = self._spec.rotary_border
 
         def scope(sequence: SequenceState) -> str:
             return scope_of(sequence, border, shared=config.prefix_shared)
 
-        self.speculator = open_speculator(prepared, config, memory, scope)
+        self.speculator = open_speculator(prepared, config, memory, scope, draft, tracer)
         self.scheduler = Scheduler(
             memory.kv.allocator,
             max_prefill_tokens=prepared.plan.max_prefill_tokens,
@@ -100,6 +111,13 @@ class EngineCore:
         self.speculator.account = SpeculationAccount()
         self.runner.meter.lap(0.0)
 
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes of host memory in use now, by purpose; a small model's are "draft"."""
+        used = self.memory.used_bytes()
+        if self._draft is not None:
+            used["draft"] = sum(self._draft.memory.used_bytes().values())
+        return used
+
     def advance(self) -> bool:
         """One step for all requests; False when none waits.  Never raises: requests fail instead.
 
@@ -123,7 +141,12 @@ class EngineCore:
                 return True
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
         processors = [self._processors[segment.request] for segment in output.segments]
-        viewer = PromptOutputRows(output, self._processors) if output.shows_prompts else None
+        self._hidden.begin()
+        viewer: PromptOutputSource | None = None
+        if output.shows_prompts:
+            viewer = PromptOutputRows(output, self._processors)
+        elif self.speculator.needs_hidden:
+            viewer, output = self._hidden, with_hidden(output)
         try:
             logits = self.runner.run(output, viewer)
         except Exception as error:
@@ -169,6 +192,11 @@ class EngineCore:
             processor.advance(*own[0])
             if segment.drafts:
                 self._verify(processor, segment.tokens[-segment.drafts :], own[1:])
+        for segment, hidden in self._hidden.by_segment(output):
+            state = self._processors[segment.request].state
+            if not state.finished:
+                stays = hidden[: state.computed - segment.start]
+                self.speculator.observe(state, segment.start, stays)
         return forked
 
     def _verify(
@@ -270,6 +298,8 @@ class EngineCore:
             while save_some(self.memory.prefixes):
                 pass
         self.memory.close()
+        if self._draft is not None:
+            self._draft.memory.close()
 
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""

@@ -28,6 +28,7 @@ from hmt.models.linear_attention import (
 from hmt.models.llama import Llama
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import MiniMaxM2, Mixtral
+from hmt.models.next_token import open_next_token_model
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
@@ -139,6 +140,15 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
             f"{path}/config.json describes no model of this architecture "
             f"({type(error).__name__}: {error!s:.300}): download it again"
         ) from error
+
+
+def open_predictor(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Model | None:
+    """What guesses one token more than the model that a parsed config.json describes; None: nothing.
+
+    Whether the checkpoint has these layers, its tensors tell.  Raises as `open_model` does.
+    """
+    text = _text_part(config)
+    return open_next_token_model(config if text is None else text, path, dtype, open_model)
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

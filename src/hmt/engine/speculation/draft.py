@@ -1,8 +1,13 @@
-"""What a proposer gives: tokens that may come next, and how likely each of them is."""
+"""What a proposer gives: tokens that may come next."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+
+# Whether a guess of this class, behind those that were asked about before, is worth verifying.
+Worth = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,19 +21,33 @@ class Draft:
     tokens: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
 
-    def first(self, count: int) -> "Draft":
-        """The first `count` of them."""
-        return Draft(self.tokens[:count], self.classes[:count])
-
 
 class Proposer(Protocol):
-    """Guesses how sequences go on.  For the engine's thread."""
+    """Guesses how sequences go on.  For the engine's thread.
 
-    def propose(self, number: int, scope: str, tokens: Sequence[int], most: int) -> Draft:
+    needs_hidden   whether `observe` wants the hidden states of all tokens
+    is_slow        whether guessing takes time, also where nothing is worth verifying then
+    """
+
+    needs_hidden: bool
+    is_slow: bool
+
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
         """At most `most` tokens that may follow `tokens`, which only grow from call to call.
 
         number   of the request
         scope    requests of other scopes must learn nothing of its tokens
+        worth    is asked about each token in turn; the first that is not worth it ends the draft
+        """
+        ...
+
+    def observe(self, number: int, tokens: Sequence[int], start: int, hidden: torch.Tensor) -> None:
+        """A request's tokens from `start` on were computed and stay.
+
+        hidden   f32 [tokens, hidden_size] of these, behind the final norm
+        tokens   all of the request
         """
         ...
 

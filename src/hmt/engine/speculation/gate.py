@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from hmt.engine.speculation.draft import Draft
+from hmt.engine.speculation.draft import Draft, Worth
 
 _FORGET: Final = 0.95  # of what is known of steps' times, for each step
 _FORGET_CLASS: Final = 0.98  # of what is known of a class of guesses, for each that was verified
@@ -110,35 +110,42 @@ class SpeculationGate:
         """Whether guesses are wanted at all: not during a pause, nor before a step was timed."""
         return not self._paused and self.times.weight > 1
 
-    def choose(self, draft: Draft, sequences: int, others: int) -> Draft:
-        """As many of a draft's tokens as are worth it.
+    def worth(self, sequences: int, others: int) -> Worth:
+        """What chooses the guesses for a sequence, one after the other.
 
         sequences   that get a token in the step
         others      guesses that it verifies already, of other sequences
         """
         per_token = self.times.per_token
         seconds = self.times.of(sequences + others)
-        expected, likely, count = float(sequences), 1.0, 0
-        for name in draft.classes:
-            likely *= self._class(name).rate
-            if likely * seconds <= expected * per_token:
-                break
+        expected, likely = float(sequences), 1.0
+
+        def is_worth(name: str) -> bool:
+            nonlocal seconds, expected, likely
+            known = self._class(name)
+            if likely * known.rate * seconds <= expected * per_token:
+                if likely == 1:
+                    known.drift()
+                return False
+            likely *= known.rate
             expected += likely
             seconds += per_token
-            count += 1
-        if not count and draft.classes:
-            self._class(draft.classes[0]).drift()
-        return draft.first(count)
+            return True
+
+        return is_worth
 
     def verified(self, draft: Draft, accepted: int) -> None:
         """The first `accepted` tokens of a draft were right; it is not known of all behind them."""
         for number, name in enumerate(draft.classes[: accepted + 1]):
             self._class(name).add(number < accepted)
 
-    def step_took(self, tokens: int, emitted: int, guesses: int, seconds: float) -> None:
-        """A step of `tokens` tokens, of which `guesses` were guesses, gave `emitted` ones."""
+    def step_took(self, tokens: int, emitted: int, seconds: float, *, guessing: bool) -> None:
+        """A step of `tokens` tokens, guesses included, gave `emitted` ones.
+
+        guessing   whether time went into guesses, be it that they were verified or made
+        """
         self.times.add(tokens, seconds)
-        (self._guessing if guesses else self._plain).add(emitted, seconds)
+        (self._guessing if guessing else self._plain).add(emitted, seconds)
         self._paused = max(0, self._paused - 1)
         if self._guessing.steps < _TRIAL_STEPS or not self._plain.seconds:
             return

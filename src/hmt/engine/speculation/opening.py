@@ -2,10 +2,16 @@
 
 from collections.abc import Callable
 
+from hmt.base.trace import Tracer
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.draft import LoadedDraft
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared
+from hmt.engine.model_runner import ModelRunner
 from hmt.engine.scheduling.sequence import SequenceState
+from hmt.engine.speculation.draft import Proposer
+from hmt.engine.speculation.draft_model import DraftModel
+from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf, NextTokenProposer
 from hmt.engine.speculation.prompt_lookup import PromptLookup
 from hmt.engine.speculation.speculator import Speculator
 from hmt.kernels.cpu import extension
@@ -16,12 +22,23 @@ def open_speculator(
     config: EngineConfig,
     memory: Memory,
     scope: Callable[[SequenceState], str],
+    draft: LoadedDraft | None,
+    tracer: Tracer,
 ) -> Speculator:
     """What guesses for a model, if anything does.  `scope`: who may learn from whose tokens."""
-    return Speculator(PromptLookup() if _speculates(prepared, config, memory) else None, scope)
+    if not _can_verify(prepared, config, memory):
+        return Speculator(None, scope)
+    proposer: Proposer = PromptLookup()
+    if draft is not None:
+        runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
+        chunk = draft.prepared.plan.max_prefill_tokens
+        model = DraftModel(runner, draft.memory.kv.allocator, chunk)
+        asks = NextTokenProposer if config.speculate == "mtp" else DraftModelProposer
+        proposer = FirstOf(proposer, asks(model, prepared.model.spec.vocab_size))
+    return Speculator(proposer, scope)
 
 
-def _speculates(prepared: Prepared, config: EngineConfig, memory: Memory) -> bool:
+def _can_verify(prepared: Prepared, config: EngineConfig, memory: Memory) -> bool:
     """Whether steps can verify guesses without changing an answer, and can be faster with them."""
     spec = prepared.model.spec
     if config.speculate == "off" or not spec.exact_runs or extension.load() is None:

@@ -6,9 +6,13 @@ chains of equal hashes give as in LZ77.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Final
 
-from hmt.engine.speculation.draft import Draft
+from torch import Tensor
+from typing_extensions import override
+
+from hmt.engine.speculation.draft import Draft, Proposer, Worth
 
 LEAST_MATCH: Final = 3  # tokens that have to be equal; two are equal too often by chance
 _LONGEST_MATCH: Final = 32  # tokens that are compared
@@ -70,15 +74,19 @@ class TextIndex:
         return length
 
 
-class PromptLookup:
+class PromptLookup(Proposer):
     """A Proposer: looks in the prompt and the answer, and in the last texts of the same scope."""
+
+    needs_hidden = is_slow = False
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[str, TextIndex]] = {}
         self._ended: OrderedDict[str, list[TextIndex]] = OrderedDict()
 
-    def propose(self, number: int, scope: str, tokens: Sequence[int], most: int) -> Draft:
-        """See Proposer."""
+    @override
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
         _, index = self._running.setdefault(number, (scope, TextIndex()))
         index.extend(tokens)
         recent = tokens[-_LONGEST_MATCH:]
@@ -87,11 +95,16 @@ class PromptLookup:
             length, position = text.find(recent)
             if length > best:
                 best, tail = length, text.tokens[position : position + most]
-        classes = tuple(f"lookup {_class_of(best + n)}" for n in range(len(tail)))
-        return Draft(tuple(tail), classes)
+        classes = (f"lookup {_class_of(best + n)}" for n in range(len(tail)))
+        chosen = tuple(takewhile(worth, classes))
+        return Draft(tuple(tail[: len(chosen)]), chosen)
 
+    @override
+    def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
+        """It looks at tokens alone."""
+
+    @override
     def ended(self, number: int) -> None:
-        """Keep its text for others of its scope."""
         if number not in self._running:
             return
         scope, index = self._running.pop(number)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Final
 
+from torch import Tensor
+
 from hmt.contracts.step import SchedulerOutput
 from hmt.engine.scheduling.sequence import SequenceState
 from hmt.engine.speculation.account import SpeculationAccount
@@ -29,6 +31,7 @@ class Speculator:
         self._gate = SpeculationGate()
         self._drafts: dict[int, Draft] = {}  # of the step that comes, by number of the request
         self._accepted = 0  # of the same step
+        self._asked = False  # whether time went into guesses for it
         self.account = SpeculationAccount()
 
     def draft(self, sequence: SequenceState, most: int, sequences: int) -> tuple[int, ...]:
@@ -37,12 +40,22 @@ class Speculator:
         most = min(most, MOST_TOKENS - sequences - others)
         if self._proposer is None or most < 1 or not self._gate.is_open:
             return ()
-        scope = self._scope(sequence)
-        draft = self._proposer.propose(sequence.number, scope, sequence.tokens, most)
-        draft = self._gate.choose(draft, sequences, others)
+        scope, worth = self._scope(sequence), self._gate.worth(sequences, others)
+        draft = self._proposer.propose(sequence.number, scope, sequence.tokens, most, worth)
+        self._asked |= bool(draft.tokens) or self._proposer.is_slow
         if draft.tokens:
             self._drafts[sequence.number] = draft
         return draft.tokens
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether `observe` is to be called."""
+        return self._proposer is not None and self._proposer.needs_hidden
+
+    def observe(self, sequence: SequenceState, start: int, hidden: Tensor) -> None:
+        """A step has computed tokens from `start` on that stay: hidden states f32 [n, width]."""
+        if self._proposer is not None:
+            self._proposer.observe(sequence.number, sequence.tokens, start, hidden)
 
     def verified(self, sequence: SequenceState, accepted: int) -> None:
         """The first `accepted` guesses of the step were right."""
@@ -63,7 +76,8 @@ class Speculator:
             self.account.steps += 1
             self.account.tokens += emitted
             self.account.saved_s += emitted * alone - seconds
-        self._gate.step_took(output.num_tokens, emitted, guesses, seconds)
+        self._gate.step_took(output.num_tokens, emitted, seconds, guessing=self._asked)
+        self._asked = False
         return guesses - accepted
 
     def ended(self, sequence: SequenceState) -> None:
