@@ -39,6 +39,7 @@ RETIRED = {
 }
 # Options without a successor, and the value that says what now always holds.
 GONE = {"kv_select": "bound"}
+_DRAFT_TOKENS = 8
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
 
@@ -66,8 +67,8 @@ class EngineConfig:
                           in a step, where that changes no answer and takes less time; "mtp" besides
                           by the checkpoint's multi-token prediction layers, "draft=PATH" by a
                           smaller model of the same tokenizer; "off" does not
-    draft_tokens          guesses that a step may end with for each sequence, and take back:
-                          recurrent state has a journal for so many
+    draft_tokens          guesses that a step may end with for each sequence of a model with
+                          recurrent state, which has a journal for so many; 8 with "mtp" and "draft"
     kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to
                           host memory, or to the disk; None: all stay
     kv_host_memory_bytes  of host memory for those that do not; None: what is needed
@@ -182,6 +183,8 @@ class EngineConfig:
         if "prefix_cache_dir" in values:
             values["prefix_cache_dir"] = Path(values["prefix_cache_dir"]).expanduser()
             values.setdefault("prefix_cache", True)
+        if values.get("speculate", "auto") not in ("auto", "off"):
+            values.setdefault("draft_tokens", _DRAFT_TOKENS)
         if "kv_quant" in values:
             values["kv_quant"] = _kv_quant(values["kv_quant"])
         if "gpu_id" in values:

@@ -35,5 +35,7 @@ class HiddenStates:
     def by_segment(self, output: SchedulerOutput) -> Iterator[tuple[SegmentRequest, Tensor]]:
         """Each segment with f32 [tokens, hidden_size]; nothing where the step showed none."""
         if self._parts:
-            lengths = [segment.length for segment in output.segments]
-            yield from zip(output.segments, torch.cat(self._parts).split(lengths), strict=True)
+            rows = torch.cat(self._parts)
+            for number, segment in enumerate(output.segments):
+                first = sum(other.length for other in output.segments[:number])
+                yield segment, rows[first : first + segment.length]

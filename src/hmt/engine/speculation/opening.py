@@ -13,7 +13,7 @@ from hmt.engine.speculation.draft import Proposer
 from hmt.engine.speculation.draft_model import DraftModel
 from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf, NextTokenProposer
 from hmt.engine.speculation.prompt_lookup import PromptLookup
-from hmt.engine.speculation.speculator import Speculator
+from hmt.engine.speculation.speculator import MOST_TOKENS, Speculator
 from hmt.kernels.cpu import extension
 
 
@@ -35,7 +35,8 @@ def open_speculator(
         model = DraftModel(runner, draft.memory.kv.allocator, chunk)
         asks = NextTokenProposer if config.speculate == "mtp" else DraftModelProposer
         proposer = FirstOf(proposer, asks(model, prepared.model.spec.vocab_size))
-    return Speculator(proposer, scope)
+    has_state = bool(prepared.model.spec.state_bytes)
+    return Speculator(proposer, scope, config.draft_tokens if has_state else MOST_TOKENS)
 
 
 def _can_verify(prepared: Prepared, config: EngineConfig, memory: Memory) -> bool:

@@ -23,11 +23,19 @@ class Speculator:
     """
 
     def __init__(
-        self, proposer: Proposer | None, scope: Callable[[SequenceState], str] = lambda _: ""
+        self,
+        proposer: Proposer | None,
+        scope: Callable[[SequenceState], str] = lambda _: "",
+        most: int = MOST_TOKENS,
     ) -> None:
-        """Without a proposer there are no guesses.  `scope`: who may learn from whose tokens."""
+        """Without a proposer there are no guesses.
+
+        scope   who may learn from whose tokens
+        most    guesses for a sequence
+        """
         self._proposer = proposer
         self._scope = scope
+        self._most = most
         self._gate = SpeculationGate()
         self._drafts: dict[int, Draft] = {}  # of the step that comes, by number of the request
         self._accepted = 0  # of the same step
@@ -37,7 +45,7 @@ class Speculator:
     def draft(self, sequence: SequenceState, most: int, sequences: int) -> tuple[int, ...]:
         """At most `most` guesses for the next step, which computes `sequences` sequences."""
         others = sum(len(draft.tokens) for draft in self._drafts.values())
-        most = min(most, MOST_TOKENS - sequences - others)
+        most = min(most, self._most, MOST_TOKENS - sequences - others)
         if self._proposer is None or most < 1 or not self._gate.is_open:
             return ()
         scope, worth = self._scope(sequence), self._gate.worth(sequences, others)
