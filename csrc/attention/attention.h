@@ -56,8 +56,8 @@ struct AttentionResult {
 // Sums are f32.  Where the processor has VDPBF16PS and query and pages are bf16, products are made
 // of bf16 numbers, weights rounded to bf16 before they meet values.  With VNNI, and pages of int8,
 // or pages of int4 (not latent) and queries of bf16, queries are rounded to 15 bits and weights to
-// 16 (with int4: 15).  A row's result depends on its run's length, start and numbers, not on other
-// runs, the pages' places or `threads`.
+// 16 (with int4: 15).  A row's result depends on its position and what it sees, not on other rows of
+// its run, other runs, the pages' places or `threads`: it is summed up along a tree of positions.
 void attend(const Pages& pages, const PagedRun* runs, std::size_t count, const HeadRows& query,
             std::size_t q_heads, const AttentionOptions& options, const AttentionResult& result,
             std::size_t threads);

@@ -99,8 +99,7 @@ inline void weigh_row(const Tile& tile, const Partial& partial, const Work& work
   }
   F16v most = load(scores);
   for (size_t i = 16; i < tokens; i += 16) most = max(most, load(scores + i));
-  const float greatest_score = greatest(most), before = partial.tops[r];
-  const float top = greatest_score > before ? greatest_score : before;
+  const float before = partial.tops[r], top = reference_of(greatest(most), before);
   F16v total = load(work.totals + 16 * r);
   if (top != before) {
     partial.tops[r] = top;
@@ -197,13 +196,13 @@ HMT_INLINE void round_weights(const CodeBlock&, Int4Codes, const float* weights,
   *start = -Int4Codes::kKeyZero * _mm512_reduce_add_epi32(sum);
 }
 
-// scales [groups, 128]: those of a block's values, zeros from token `seen` on, where memory may
-// hold anything.
-inline void spread_value_scales(const CodeBlock& block, Int4Codes, size_t groups, size_t seen,
-                                float* scales) {
+// scales [groups, 128]: those of a block's values, zeros for pages before `first` and from token
+// `seen` on, where memory may hold anything.
+inline void spread_value_scales(const CodeBlock& block, Int4Codes, size_t groups, size_t first,
+                                size_t seen, float* scales) {
   for (size_t group = 0; group < groups; ++group, scales += kCodeTokens) {
     for (size_t page = 0; page < kCodePages; ++page) {
-      const size_t some = seen > 16 * page ? seen - 16 * page : 0;
+      const size_t some = page >= first && seen > 16 * page ? seen - 16 * page : 0;
       const auto there = static_cast<__mmask16>(some >= 16 ? 0xffffu : (1u << some) - 1);
       F16v numbers = zero();
       if (some > 0) numbers = Int4Codes::scales(block.value_scales[page], group);
@@ -211,7 +210,7 @@ inline void spread_value_scales(const CodeBlock& block, Int4Codes, size_t groups
     }
   }
 }
-inline void spread_value_scales(const CodeBlock&, Int8Codes, size_t, size_t, float*) {}
+inline void spread_value_scales(const CodeBlock&, Int8Codes, size_t, size_t, size_t, float*) {}
 
 // Values of a latent layer, out of its keys, in int8: [4, width, 4 tokens].
 inline void turn_int8_keys(const uint8_t* keys, size_t value_dim, uint8_t* rows) {
@@ -264,18 +263,18 @@ HMT_INLINE void fetch_scales(const HeadPlaces& places, const uint8_t* page) {
   fetch_bytes(page + places.value_scales, places.value_scale_bytes);
 }
 
-// Pages [first, first + count) of a head.  Meanwhile: their values while their keys are scored, the
-// keys of what comes next while values are mixed, and its scales here.
-inline CodeBlock code_block(const OneHead& one, size_t first, size_t count) {
+// The pages `own` of a head.  Meanwhile: their values while their keys are scored, the keys of what
+// comes next while values are mixed, and its scales here.
+inline CodeBlock code_block(const OneHead& one, const BlockPages& own) {
   const Tile& tile = one.tile;
   const Work& work = one.work;
   const PageLayout& layout = tile.pages->layout;
-  const Ahead ahead = one.ahead(first, kCodePages);
+  const Ahead ahead = one.ahead(own.block, kCodePages);
   const HeadPlaces places(layout, tile.kv_head), next_places(layout, ahead.head);
   CodeBlock block;
-  block.count = count;
-  for (size_t i = 0; i < count; ++i) {
-    const uint8_t* page = page_at(tile, first + i);
+  block.count = own.count;
+  for (size_t i = 0; i < own.count; ++i) {
+    const uint8_t* page = page_at(tile, own.page(i));
     const uint8_t* next = page_at(tile, ahead.page(i));
     block.keys[i] = page + places.keys;
     block.key_scales[i] = page + places.key_scales;
@@ -303,9 +302,9 @@ HMT_INLINE void fetch_between(const CodeBlock& block, size_t r, size_t rows, siz
   }
 }
 
-// Pages [page, page + count) against the rows of a head.
+// The block of pages from `page` on against the rows of a head.
 template <typename Codes>
-void attend_block(const OneHead& one, size_t page, size_t count) {
+void attend_block(const OneHead& one, size_t page) {
   const Tile& tile = one.tile;
   const Work& work = one.work;
   const PageLayout& layout = tile.pages->layout;
@@ -315,13 +314,14 @@ void attend_block(const OneHead& one, size_t page, size_t count) {
   auto* bytes = reinterpret_cast<uint8_t*>(work.weights);
   const CodeQuery query{work.query, work.query_starts, work.query_factors};
   const CodeWeights weights{bytes, work.weight_scales, work.weight_starts, groups};
-  const CodeBlock block = code_block(one, page, count);
+  const BlockPages own(tile, page, kCodePages);
+  const CodeBlock block = code_block(one, own);
   score_codes<Codes>(query, tile.rows, layout.key_dim, block, work.scores);
   const size_t seen = tile.end - page * kPageTokens;
-  spread_value_scales(block, Codes(), groups, seen, work.value_scales);
+  spread_value_scales(block, Codes(), groups, own.first, seen, work.value_scales);
   for (size_t r = 0; r < tile.rows; ++r) {
     fetch_between(block, r, tile.rows, places.key_bytes);
-    weigh_row(tile, one.partial, work, r, page * kPageTokens, count);
+    weigh_row(tile, one.partial, work, r, page * kPageTokens, own.count);
     for (size_t group = 0; group < groups; ++group) {
       const size_t at = r * groups + group;
       round_weights(block, Codes(), work.scores + r * kCodeTokens,
@@ -334,23 +334,20 @@ void attend_block(const OneHead& one, size_t page, size_t count) {
 
 // begin_rows() has been called.
 template <typename Codes>
-void attend_codes(const Tile& tile, const Partial& partial, const Work& work) {
-  const size_t begin_page = tile.begin / kPageTokens;
-  const size_t end_page = (tile.end + kPageTokens - 1) / kPageTokens;
-  if (begin_page == end_page) return;
+void attend_codes(const Tile& tile, const Partial& partial, bool prepared, const Work& work) {
   const HeadPlaces places(tile.pages->layout, tile.kv_head);
-  for (size_t i = begin_page; i < end_page && i < begin_page + kCodePages; ++i) {
+  const size_t begin = tile.begin / kPageTokens;
+  for (size_t i = begin; !prepared && i * kPageTokens < tile.end && i < begin + kCodePages; ++i) {
     fetch_bytes(page_at(tile, i) + places.keys, places.key_bytes);
     fetch_scales(places, page_at(tile, i));
   }
-  for (size_t h = 0; h < tile.heads; ++h) {
+  for (size_t h = 0; h < tile.heads && !prepared; ++h) {
     const OneHead one(tile, partial, work, h);
     load_code_query<Codes>(one.tile, one.work);
   }
-  for (size_t page = begin_page; page < end_page; page += kCodePages) {
-    const size_t count = end_page - page < kCodePages ? end_page - page : kCodePages;
+  for (size_t base = tile.begin / kCodeTokens * kCodeTokens; base < tile.end; base += kCodeTokens) {
     for (size_t h = 0; h < tile.heads; ++h) {
-      attend_block<Codes>(OneHead(tile, partial, work, h), page, count);
+      attend_block<Codes>(OneHead(tile, partial, work, h), base / kPageTokens);
     }
   }
 }

@@ -10,6 +10,9 @@ namespace hmt {
 constexpr std::size_t kBlockPages = 4;
 constexpr std::size_t kBlockTokens = kBlockPages * kPageTokens;
 constexpr std::size_t kTileRows = 64;
+// Positions whose softmax is summed up on its own, from multiples of this number on: what a row's
+// sums are must not depend on who computes them.
+constexpr std::size_t kChunkTokens = 256;
 
 // Some rows of a run against some of its positions, for `heads` KV heads from kv_head on.  Row i of
 // a run is, for KV head h, token i / group and head h * group + i % group.
@@ -21,12 +24,13 @@ struct Tile {
   std::size_t kv_head, heads, group;
   std::size_t first_row, rows;  // heads * rows is at most kTileRows
   std::size_t begin, end;       // positions; `begin` is a multiple of 16
+  std::size_t fetched;          // positions up to this one are fetched ahead
 };
 
 // Softmax of a tile's rows that is not divided by its total yet.
 struct Partial {
   float* sums;    // [heads, rows, padded_width()]: values weighted by exp(score - top)
-  float* tops;    // [heads, rows]: the greatest score, -infinity where nothing was seen
+  float* tops;    // [heads, rows]: about the greatest score, -infinity where nothing was seen
   float* totals;  // [heads, rows]: sum of exp(score - top)
 };
 
@@ -37,12 +41,15 @@ inline constexpr std::size_t padded_width(const PageLayout& layout) {
 struct AttentionKernels {
   // Memory that `attend` works in.
   std::size_t (*work_bytes)(const PageLayout& layout);
-  void (*attend)(const Tile& tile, const Partial& partial, uint8_t* work);
+  // The tile's positions lie in one chunk.  A row's partial depends on the positions of the chunk
+  // that the row sees, not on those that the tile's other rows see.  `prepared`: `work` has the
+  // queries of the same rows from the call before.
+  void (*attend)(const Tile& tile, const Partial& partial, bool prepared, uint8_t* work);
   // Adds to masses[p], for each page p from tile.begin / 16 on, the sum of exp(score - log) over the
   // tile's rows, whose logs are `logs`, and the page's positions: whole pages that all rows see.
   void (*masses)(const Tile& tile, const float* logs, float* masses, uint8_t* work);
-  // parts[0] becomes the partial of all `count` parts, added up in their order.
-  void (*merge)(const Tile& tile, const Partial* parts, std::size_t count);
+  // `all` becomes the partial of both.  A part that sees nothing changes no bit, on either side.
+  void (*merge)(const Tile& tile, const Partial& all, const Partial& part);
   // Divides and writes the rows; q_heads are those of `result`.
   void (*finish)(const Tile& tile, const Partial& partial, std::size_t q_heads,
                  const AttentionResult& result);

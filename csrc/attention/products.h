@@ -51,8 +51,8 @@ constexpr size_t kRegisterRows = 3, kRegisterColumns = 2;
 constexpr size_t kRegisterRows = 2, kRegisterColumns = 1;
 #endif
 
-// Keys and values of four pages as a product reads them.  Those beyond `count` pages repeat the
-// first, to be read and masked.
+// Keys and values of four pages as a product reads them: of pages [first, count).  Of the others,
+// keys are those of another page, to be read and masked.
 struct Block {
   const uint8_t* keys[kBlockPages];
   const uint8_t* values[kBlockPages];
@@ -62,7 +62,7 @@ struct Block {
   // Of int8 pages: f32 [16].
   const uint8_t* key_scales[kBlockPages];
   const uint8_t* value_scales[kBlockPages];
-  size_t count;
+  size_t first, count;
 };
 
 // Into L2: a block of keys and values fills L1, and what is fetched there pushes out what is in use
@@ -170,7 +170,7 @@ HMT_INLINE void mix_columns(const uint32_t* weights, const Block& block, size_t 
       total[r][c] = Words::kFresh ? zero() : load(sums + r * width + column + 16 * c);
     }
   }
-  for (size_t page = 0; page < block.count; ++page) {
+  for (size_t page = block.first; page < block.count; ++page) {
     const uint8_t* line = block.values[page] + column * 4;
     const uint8_t* ahead = nullptr;
     if (kFetched > 0) ahead = block.value_ahead[page] + (column + 16 * fetched) * 4;
@@ -198,7 +198,7 @@ HMT_INLINE void mix_all_rows(const uint32_t* weights, size_t rows, const Block& 
                              size_t column, float* sums) {
   constexpr size_t kStride = kBlockTokens / Words::kNumbers;
   by_rows_fetching<kColumns>(
-      rows, block.value_ahead[0] != nullptr,
+      rows, block.value_ahead[block.first] != nullptr,
       [&](auto count, auto fetched, size_t first_fetched, size_t r) {
         mix_columns<Words, decltype(count)::value, kColumns, decltype(fetched)::value>(
             weights + r * kStride, block, width, column, first_fetched, sums + r * width);

@@ -40,8 +40,7 @@ void weigh(const Tile& tile, const Partial& partial, const Block& block, const W
     }
     const float greatest_score =
         greatest(max(max(scores[0], scores[1]), max(scores[2], scores[3])));
-    const float before = partial.tops[r];
-    const float top = greatest_score > before ? greatest_score : before;
+    const float before = partial.tops[r], top = reference_of(greatest_score, before);
     F16v total = load(work.totals + 16 * r);
     if (top != before) {
       partial.tops[r] = top;
@@ -63,11 +62,12 @@ void fetch_ahead(const uint8_t* begin, size_t bytes) {
   for (size_t i = 0; i < bytes; i += 64) fetch(begin + i);
 }
 
-// Pages [first, first + count) of a head, ready for products.
+// The block of a head's pages that begins with page `first`, ready for products.
 template <typename Form>
-Block block_of(const OneHead& one, size_t first, size_t count) {
+Block block_of(const OneHead& one, size_t first) {
   const Tile& tile = one.tile;
   const Work& work = one.work;
+  const BlockPages own(tile, first, kBlockPages);
   const Ahead ahead = one.ahead(first, kBlockPages);
   const PageLayout& layout = tile.pages->layout;
   const size_t head = tile.kv_head, numbers = Form::kNumbers;
@@ -75,9 +75,10 @@ Block block_of(const OneHead& one, size_t first, size_t count) {
   const size_t value_bytes = kPageTokens * padded_width(layout) * 4 / numbers;
   const bool keys_here = Form::keys_in_place(layout), values_here = Form::values_in_place(layout);
   Block block{};
-  block.count = count;
+  block.first = own.first;
+  block.count = own.count;
   for (size_t i = 0; i < kBlockPages; ++i) {
-    const size_t number = first + (i < count ? i : 0);
+    const size_t number = own.page(i);
     const uint8_t* page = page_at(tile, number);
     block.keys[i] = page + layout.key_at(head);
     block.key_scales[i] = page + layout.key_scales_at(head);
@@ -87,11 +88,11 @@ Block block_of(const OneHead& one, size_t first, size_t count) {
       block.key_ahead[i] = next + layout.key_at(ahead.head);
     } else {
       fetch_ahead(next + layout.key_at(ahead.head), layout.key_bytes());
-      uint8_t* out = work.keys + (i < count ? i : 0) * key_bytes;
-      if (i < count) Form::keys(layout, page, head, out);
+      uint8_t* out = work.keys + (number - first) * key_bytes;
+      if (own.has(i)) Form::keys(layout, page, head, out);
       block.keys[i] = out;
     }
-    if (i >= count) continue;
+    if (!own.has(i)) continue;
     const size_t seen = tile.end - number * kPageTokens;
     if (values_here) block.value_ahead[i] = next + layout.value_at(ahead.head);
     else if (!layout.latent) fetch_ahead(next + layout.value_at(ahead.head), layout.value_bytes());
@@ -107,47 +108,48 @@ Block block_of(const OneHead& one, size_t first, size_t count) {
 }
 
 template <typename Form>
-void attend_as(const Tile& tile, const Partial& partial, const Work& work) {
-  const size_t begin_page = tile.begin / kPageTokens;
-  const size_t end_page = (tile.end + kPageTokens - 1) / kPageTokens;
-  if (begin_page == end_page) return;
-  for (size_t h = 0; h < tile.heads; ++h) {
+void attend_as(const Tile& tile, const Partial& partial, bool prepared, const Work& work) {
+  for (size_t h = 0; h < tile.heads && !prepared; ++h) {
     const OneHead one(tile, partial, work, h);
     Form::load_query(one.tile, one.work);
   }
-  for (size_t page = begin_page; page < end_page; page += kBlockPages) {
-    const size_t count = end_page - page < kBlockPages ? end_page - page : kBlockPages;
+  for (size_t base = tile.begin / kBlockTokens * kBlockTokens; base < tile.end;
+       base += kBlockTokens) {
     for (size_t h = 0; h < tile.heads; ++h) {
       const OneHead one(tile, partial, work, h);
-      const Block block = block_of<Form>(one, page, count);
+      const Block block = block_of<Form>(one, base / kPageTokens);
       Form::score(one.tile, block, one.work);
-      weigh<Form>(one.tile, one.partial, block, one.work, page * kPageTokens);
+      weigh<Form>(one.tile, one.partial, block, one.work, base);
       Form::mix(one.tile, block, one.work, one.partial.sums);
     }
   }
 }
 
-void attend_tile(const Tile& tile, const Partial& partial, const Work& work) {
+void attend_tile(const Tile& tile, const Partial& partial, bool prepared, const Work& work) {
   [[maybe_unused]] const PageLayout& layout = tile.pages->layout;
 #if defined(HMT_AVX512_BF16)
   const bool bf16 = layout.encoding == PageEncoding::kBF16;
-  if (bf16 && tile.query->type == DType::kBF16) return attend_as<Bf16Pages>(tile, partial, work);
+  if (bf16 && tile.query->type == DType::kBF16) {
+    return attend_as<Bf16Pages>(tile, partial, prepared, work);
+  }
 #endif
 #if defined(HMT_AVX512)
   const bool int8 = layout.encoding == PageEncoding::kInt8 && layout.key_dim <= kMostInt8Dim;
-  if (int8) return attend_codes<Int8Codes>(tile, partial, work);
+  if (int8) return attend_codes<Int8Codes>(tile, partial, prepared, work);
   // Numbers of bf16 stay nearly what they are, those of more bits would not.
   const bool int4 = layout.encoding == PageEncoding::kInt4 && !layout.latent;
-  if (int4 && tile.query->type == DType::kBF16) return attend_codes<Int4Codes>(tile, partial, work);
+  if (int4 && tile.query->type == DType::kBF16) {
+    return attend_codes<Int4Codes>(tile, partial, prepared, work);
+  }
 #endif
-  attend_as<FloatPages>(tile, partial, work);
+  attend_as<FloatPages>(tile, partial, prepared, work);
 }
 
-void attend(const Tile& tile, const Partial& partial, uint8_t* memory) {
+void attend(const Tile& tile, const Partial& partial, bool prepared, uint8_t* memory) {
   Work work;
   work.place(tile.pages->layout, memory);
   begin_rows(tile, partial, work);
-  attend_tile(tile, partial, work);
+  if (tile.begin < tile.end) attend_tile(tile, partial, prepared, work);
   const size_t rows = tile.heads * tile.rows;
   for (size_t r = 0; r < rows; ++r) partial.totals[r] = sum(load(work.totals + 16 * r));
 }
@@ -250,26 +252,31 @@ void masses(const Tile& tile, const float* logs, float* masses, uint8_t* memory)
   masses_as<FloatPages>(tile, logs, masses, work);
 }
 
-void merge(const Tile& tile, const Partial* parts, size_t count) {
+void merge(const Tile& tile, const Partial& all, const Partial& part) {
   const size_t width = padded_width(tile.pages->layout);
-  const Partial& all = parts[0];
-  for (size_t r = 0; r < tile.heads * tile.rows; ++r) {
-    float top = kNone;
-    for (size_t i = 0; i < count; ++i) top = parts[i].tops[r] > top ? parts[i].tops[r] : top;
-    const float reference = top == kNone ? 0.0f : top;
-    float total = 0.0f;
-    for (size_t i = 0; i < count; ++i) {
-      const float factor = weight_of(parts[i].tops[r] - reference);
-      total += parts[i].totals[r] * factor;
-      float* sums = all.sums + r * width;
-      const float* part = parts[i].sums + r * width;
-      if (i == 0) multiply_row(sums, width, factor);
-      for (size_t c = 0; i > 0 && c < width; c += 16) {
-        store(sums + c, fma(load(part + c), set1(factor), load(sums + c)));
-      }
+  const size_t rows = tile.heads * tile.rows;
+  for (size_t first = 0; first < rows; first += 16) {
+    const size_t some = rows - first < 16 ? rows - first : 16;
+    float differences[2][16] = {}, kept[16], factors[16];
+    for (size_t i = 0; i < some; ++i) {
+      const float before = all.tops[first + i], other = part.tops[first + i];
+      const float top = other > before ? other : before, reference = top == kNone ? 0.0f : top;
+      differences[0][i] = before - reference;
+      differences[1][i] = other - reference;
+      all.tops[first + i] = top;
     }
-    all.tops[r] = top;
-    all.totals[r] = total;
+    store(kept, weight_of(load(differences[0])));
+    store(factors, weight_of(load(differences[1])));
+    for (size_t i = 0; i < some; ++i) {
+      const size_t r = first + i;
+      float* sums = all.sums + r * width;
+      const float* added = part.sums + r * width;
+      for (size_t c = 0; c < width; c += 16) {
+        const F16v scaled = mul(load(sums + c), set1(kept[i]));
+        store(sums + c, fma(load(added + c), set1(factors[i]), scaled));
+      }
+      all.totals[r] = all.totals[r] * kept[i] + part.totals[r] * factors[i];
+    }
   }
 }
 

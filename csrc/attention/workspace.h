@@ -86,12 +86,32 @@ inline void begin_rows(const Tile& tile, const Partial& partial, const Work& wor
   }
 }
 
+// Pages of a block that a tile has; blocks begin at multiples of their size.  The nearest page of the
+// tile stands for another one, to be read and masked.
+struct BlockPages {
+  BlockPages(const Tile& tile, size_t block, size_t pages) : block(block) {
+    const size_t begin = tile.begin / kPageTokens;
+    const size_t end = (tile.end + kPageTokens - 1) / kPageTokens;
+    first = begin > block ? begin - block : 0;
+    count = end - block < pages ? end - block : pages;
+  }
+  size_t page(size_t i) const {
+    return block + (i < first ? first : i < count ? i : count - 1);
+  }
+  bool has(size_t i) const { return i >= first && i < count; }
+  size_t block;         // its first page
+  size_t first, count;  // those that the tile has: [first, count) of the block
+};
+
 // What is fetched while something else is computed: pages from `first` on, of one head.
 struct Ahead {
-  size_t head, first, last;
-  // The last page of the tile stands for those behind it.
-  size_t page(size_t i) const { return has(i) ? first + i : last; }
-  bool has(size_t i) const { return first + i <= last; }
+  size_t head, first, begin, last;
+  // The first and last page stand for those before and behind them.
+  size_t page(size_t i) const {
+    const size_t number = first + i < last ? first + i : last;
+    return number > begin ? number : begin;
+  }
+  bool has(size_t i) const { return first + i >= begin && first + i <= last; }
 };
 
 // Head `h` of a tile's heads, and where it is computed.
@@ -116,13 +136,21 @@ struct OneHead {
   // Intel cores, against each head going through all pages alone, pages in memory came in faster
   // (bf16 15 to 25%, int8 11 to 19%), and pages in caches up to 40% slower.
   Ahead ahead(size_t first, size_t pages) const {
-    return {next, next > tile.kv_head ? first : first + pages, (tile.end - 1) / kPageTokens};
+    return {next, next > tile.kv_head ? first : first + pages, tile.begin / kPageTokens,
+            (tile.fetched - 1) / kPageTokens};
   }
   Tile tile;
   Partial partial;
   Work work;
   size_t next;  // head
 };
+
+// What scores are compared with after a block: its greatest one, where that is much more than what
+// they were compared with `before`.  Multiplying sums whenever a score is a little greater took a
+// sixth of a prompt's time, as each chunk begins anew; numbers of f32 have room for e^8.
+HMT_INLINE float reference_of(float greatest_score, float before) {
+  return greatest_score > before + 8.0f ? greatest_score : before;
+}
 
 inline void multiply_row(float* row, size_t count, float factor) {
   for (size_t i = 0; i < count; i += 16) store(row + i, mul(load(row + i), set1(factor)));

@@ -438,3 +438,36 @@ def test_parts_of_a_context_merge_to_the_whole(isa, two_threads, encoding, lengt
     near = 1e-5 if encoding.bits > 8 else 2e-3
     torch.testing.assert_close(merged, wanted[:length], rtol=near, atol=near)
     torch.testing.assert_close(total, logs[:length], rtol=near, atol=near)
+
+
+# Runs that cross 256, 512 and 2048 positions; of windows, some that begin within a page or a chunk.
+CROSSINGS = [(250, 13, 0), (240, 30, 100), (509, 4, 300), (2040, 16, 0), (2041, 9, 1030)]
+
+
+@pytest.mark.skipif(
+    NATIVE is None, reason="the reference multiplies matrices as torch divides them"
+)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize(("start", "length", "window"), CROSSINGS)
+def test_a_token_is_the_same_alone_and_in_any_run(
+    isa, two_threads, encoding, latent, start, length, window
+):
+    layout = PageLayout(encoding, 1 if latent else 2, 40, 32, latent)
+    for dtype in (torch.float32, torch.bfloat16):
+        scene = Scene(layout, [(start, length)], dtype, seed=start)
+        query, [table] = scene.query(6), scene.tables
+        options = {"scale": 0.3, "window": window, "sinks": torch.randn(6)}
+        wanted, logs = scene.attend(query, **options)
+        # Pages that the query does not see may lie anywhere.
+        unseen = max(0, start + 1 - window) // 16 if window else 0
+        hidden = torch.cat((torch.full((unseen,), 1 << 40), table[unseen:]))
+        for each in (1, 7):
+            for first in range(0, length, each):
+                rows = slice(first, min(length, first + each))
+                run = PagedSegment(0, rows.stop - first, start + first, hidden)
+                alone = AttentionMetadata([run])
+                out, lse = ops.paged_attention(
+                    scene.pages, scene.layer, alone, query[rows], **options
+                )
+                assert torch.equal(out, wanted[rows]) and torch.equal(lse, logs[rows])
