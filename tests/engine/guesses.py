@@ -3,19 +3,25 @@
 import random
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from hmt.engine import LoadedModel
-from hmt.engine.speculation.draft import Draft
+from hmt.engine.speculation.draft import Draft, Worth
 from hmt.engine.speculation.gate import SpeculationGate
 
 
 class Oracle:
     """A Proposer that knows some texts, and guesses wrong with a probability."""
 
+    needs_hidden = is_slow = False
+
     def __init__(self, texts: Sequence[Sequence[int]], seed: int, wrong: float = 0.2) -> None:
         self.texts = [list(text) for text in texts]
         self._random, self._wrong = random.Random(seed), wrong
 
-    def propose(self, number: int, scope: str, tokens: Sequence[int], most: int) -> Draft:
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
         """A random number of tokens."""
         known = next((text for text in self.texts if text[: len(tokens)] == list(tokens)), [])
         right = known[len(tokens) : len(tokens) + self._random.randint(0, most)]
@@ -23,6 +29,9 @@ class Oracle:
         if not right and self._random.random() < 0.3:
             guesses = [self._random.randrange(16, 250) for _ in range(min(3, most))]
         return Draft(tuple(guesses), ("oracle",) * len(guesses))
+
+    def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
+        """See Proposer."""
 
     def ended(self, number: int) -> None:
         """See Proposer."""
@@ -36,9 +45,9 @@ class OpenGate(SpeculationGate):
         """Always."""
         return True
 
-    def choose(self, draft: Draft, sequences: int, others: int) -> Draft:
+    def worth(self, sequences: int, others: int) -> Worth:
         """All of them."""
-        return draft
+        return lambda name: True
 
 
 def always_guess(model: LoadedModel, proposer: Oracle) -> None:

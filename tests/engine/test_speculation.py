@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -103,10 +104,14 @@ def test_any_pattern_of_right_and_wrong(loaded: LoadedModel, seed: int, wrong: f
     alone = ANSWERS[loaded]
     rng = random.Random(seed)
     asked = [
-        hmt.Request([20 + (7 * n) % 300 for n in range(rng.choice([5, 30]))], rng.choice([1, 9, 40]),
-                    sampling=hmt.Sampling(temperature=0.8, seed=rng.randrange(3)), ignore_eos=True)
+        hmt.Request(
+            [20 + (7 * n) % 300 for n in range(rng.choice([5, 30]))],
+            rng.choice([1, 9, 40]),
+            sampling=hmt.Sampling(temperature=0.8, seed=rng.randrange(3)),
+            ignore_eos=True,
+        )
         for _ in range(rng.randint(1, 3))
-    ]  # fmt: skip
+    ]
     speculator = loaded._core.speculator
     speculator._proposer = None
     wanted = [alone(one) for one in asked]
@@ -150,7 +155,9 @@ def test_lookup_guesses_where_an_answer_repeats() -> None:
 
 
 def test_unknown_ways_to_speculate_are_refused() -> None:
-    with pytest.raises(ConfigError, match="speculate='often'; choose one of auto, off"):
+    with pytest.raises(
+        ConfigError, match="choose one of auto, off, mtp, draft=PATH"
+    ):
         hmt.Engine(speculate="often")
 
 
@@ -180,10 +187,14 @@ def test_the_index_finds_the_longest_of_the_last_places(data: st.DataObject) -> 
 
 def test_texts_of_other_scopes_are_not_looked_at() -> None:
     lookup, text = PromptLookup(), list(range(100, 120))
-    lookup.propose(1, "a", text, 4)
+
+    def guessed(number: int, scope: str, tokens: list[int]) -> tuple[int, ...]:
+        return lookup.propose(number, scope, tokens, 4, lambda name: True).tokens
+
+    assert guessed(1, "a", text) == ()
     lookup.ended(1)
-    assert lookup.propose(2, "a", text[:10], 4).tokens == (110, 111, 112, 113)
-    assert lookup.propose(3, "b", text[:10], 4).tokens == ()
+    assert guessed(2, "a", text[:10]) == (110, 111, 112, 113)
+    assert guessed(3, "b", text[:10]) == ()
 
 
 def test_long_texts_keep_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +213,12 @@ def test_long_texts_keep_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
 # What chooses
 
 
+def chosen(gate: SpeculationGate, names: str) -> Draft:
+    """What the gate lets pass of guesses of these classes."""
+    classes = tuple(takewhile(gate.worth(1, 0), names)) if gate.is_open else ()
+    return Draft((7,) * len(classes), classes)
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 16), st.floats(0.001, 1.0)), min_size=2, max_size=40),
     st.lists(st.booleans(), max_size=60),
@@ -212,14 +229,13 @@ def test_a_guess_pays_by_what_was_measured(
     gate = SpeculationGate()
     for tokens, seconds in steps:
         gate.times.add(tokens, seconds)
-    draft = Draft((1,) * 8, ("a",) * 8)
     for right in results:
-        gate.verified(draft.first(1), int(right))
-    chosen = gate.choose(draft, 1, 0)
-    rate = gate.classes["a"].rate
+        gate.verified(Draft((1,), ("a",)), int(right))
+    known = gate.classes.get("a")
+    rate = 0.5 if known is None else known.rate
     cost, seconds = gate.times.per_token, gate.times.of(1)
     expected, likely = 1.0, 1.0
-    for _ in chosen.tokens:
+    for _ in chosen(gate, "a" * 8).tokens:
         before = expected / seconds
         likely *= rate
         expected, seconds = expected + likely, seconds + cost
@@ -236,25 +252,24 @@ def test_the_line_through_steps_is_the_one_they_lie_on() -> None:
 def test_losses_pause_and_trials_come_later_and_later() -> None:
     """Guesses that are never right in steps that take twice as long."""
     gate, guessed = SpeculationGate(), 0
-    draft = Draft((1, 2), ("a", "b"))
     for _ in range(4000):
-        chosen = gate.choose(draft, 1, 0) if gate.is_open else Draft()
-        if chosen.tokens:
-            gate.verified(chosen, 0)
+        draft = chosen(gate, "ab")
+        count = len(draft.tokens)
+        if count:
+            gate.verified(draft, 0)
             guessed += 1
-        count = len(chosen.tokens)
-        gate.step_took(1 + count, 1, count, 0.010 * (1 + count))
+        gate.step_took(1 + count, 1, 0.010 * (1 + count), guessing=bool(count))
     assert guessed < 80  # 2% of the steps
 
 
 def test_what_was_never_right_is_used_once_it_is() -> None:
     gate, used = SpeculationGate(), 0
-    draft = Draft((1, 2, 3), ("a", "a", "a"))
     for number in range(6000):
-        chosen = gate.choose(draft, 1, 0) if gate.is_open else Draft()
-        count, right = len(chosen.tokens), number >= 2000
+        draft, right = chosen(gate, "aaa"), number >= 2000
+        count = len(draft.tokens)
         if count:
-            gate.verified(chosen, count * right)
+            gate.verified(draft, count * right)
             used += number >= 5000
-        gate.step_took(1 + count, 1 + count * right, count, 0.010 * (1 + 0.1 * count))
+        seconds = 0.010 * (1 + 0.1 * count)
+        gate.step_took(1 + count, 1 + count * right, seconds, guessing=bool(count))
     assert used > 900

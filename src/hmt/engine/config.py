@@ -63,9 +63,9 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
-    speculate             "auto" guesses next tokens by what the text said before, and verifies several
-                          in a step, where that changes no answer and takes less time; "mtp" besides
-                          by the checkpoint's multi-token prediction layers, "draft=PATH" by a
+    speculate             "auto" guesses next tokens by what the text said before, and verifies
+                          several in a step, where that changes no answer and takes less time; "mtp"
+                          also by the checkpoint's multi-token prediction layers, "draft=PATH" by a
                           smaller model of the same tokenizer; "off" does not
     draft_tokens          guesses that a step may end with for each sequence of a model with
                           recurrent state, which has a journal for so many; 8 with "mtp" and "draft"

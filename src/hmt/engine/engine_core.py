@@ -23,15 +23,15 @@ from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.outputs.constraints import UnsettledForms
 from hmt.engine.outputs.output_processor import OutputProcessor, PromptOutputRows, reported
+from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.prediction_report import StepTotals
 from hmt.engine.run_summary import Phase
 from hmt.engine.scheduling.scheduler import Scheduler
 from hmt.engine.scheduling.sequence import PromptEnd, SequenceState
-from hmt.engine.teacher_forcing import TeacherForcing
-from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.speculation.account import SpeculationAccount
 from hmt.engine.speculation.hidden_states import HiddenStates, with_hidden
 from hmt.engine.speculation.opening import open_speculator
+from hmt.engine.teacher_forcing import TeacherForcing
 from hmt.kernels.ops import LogitStats
 
 

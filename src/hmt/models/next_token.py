@@ -1,6 +1,6 @@
 """Multi-token prediction: the layer behind a checkpoint's last one, which guesses one token more.
 
-It computes from a token and the hidden state of the token before it (DeepSeek-V3's technical report,
+It computes from a token and the hidden state of the one before it (DeepSeek-V3's technical report,
 arXiv 2412.19437, section 2.2).  Here it is a model of its own with one layer, made of the family's,
 and with copies of the embedding and of the output layer.
 """
@@ -43,8 +43,9 @@ def _deepseek_names(config: Mapping[str, Any]) -> _Names | None:
         return None
     at = f"model.layers.{config['num_hidden_layers']}."
     return _Names(
-        at, f"{at}enorm.weight", f"{at}hnorm.weight", f"{at}eh_proj", f"{at}shared_head.norm.weight",
-        (f"{at}shared_head.head.weight",), (f"{at}embed_tokens.weight",),
+        at, f"{at}enorm.weight", f"{at}hnorm.weight", f"{at}eh_proj",
+        f"{at}shared_head.norm.weight", (f"{at}shared_head.head.weight",),
+        (f"{at}embed_tokens.weight",),
     )  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
 
 
 def open_predictor(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Model | None:
-    """What guesses one token more than the model that a parsed config.json describes; None: nothing.
+    """What guesses one token more than the model of a parsed config.json; None: nothing does.
 
     Whether the checkpoint has these layers, its tensors tell.  Raises as `open_model` does.
     """

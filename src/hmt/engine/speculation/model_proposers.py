@@ -1,4 +1,4 @@
-"""Proposers that ask a small model: one of the same tokenizer, or layers that predict one token more.
+"""Proposers that ask a small model: another checkpoint, or multi-token prediction layers.
 
 A model's guesses are counted by how likely it calls them, which is what the gate chooses their
 number by.

@@ -1,4 +1,4 @@
-"""Prompt lookup: where a text repeats what it, or another one, said before, guess that it goes on so.
+"""Prompt lookup: where a text repeats what was said before, guess that it goes on as that did.
 
 After A. Saxena, "Prompt Lookup Decoding" (2023), with the longest of several earlier places, which
 chains of equal hashes give as in LZ77.

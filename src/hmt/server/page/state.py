@@ -142,7 +142,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Guesses of next tokens: steps that verified any, tokens that these gave, guesses, right ones."""
+    """Guesses of next tokens: steps that verified any, what these gave, guesses, right ones."""
 
     steps: int
     tokens: int
