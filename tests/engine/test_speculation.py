@@ -155,9 +155,7 @@ def test_lookup_guesses_where_an_answer_repeats() -> None:
 
 
 def test_unknown_ways_to_speculate_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="choose one of auto, off, mtp, draft=PATH"
-    ):
+    with pytest.raises(ConfigError, match="choose one of auto, off, mtp, draft=PATH"):
         hmt.Engine(speculate="often")
 
 

@@ -16,21 +16,16 @@ from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.beam_search import BeamSearch
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm, warm_up
-from hmt.engine.loading.draft import LoadedDraft
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prefix_cache import save_some, scope_of
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.outputs.constraints import UnsettledForms
 from hmt.engine.outputs.output_processor import OutputProcessor, PromptOutputRows, reported
-from hmt.engine.outputs.prompt_outputs import PromptOutputSource
-from hmt.engine.prediction_report import StepTotals
-from hmt.engine.run_summary import Phase
 from hmt.engine.scheduling.scheduler import Scheduler
 from hmt.engine.scheduling.sequence import PromptEnd, SequenceState
-from hmt.engine.speculation.account import SpeculationAccount
-from hmt.engine.speculation.hidden_states import HiddenStates, with_hidden
 from hmt.engine.speculation.opening import open_speculator
+from hmt.engine.step_accounts import StepAccounts
 from hmt.engine.teacher_forcing import TeacherForcing
 from hmt.kernels.ops import LogitStats
 
@@ -48,21 +43,17 @@ class EngineCore:
         config: EngineConfig,
         memory: Memory,
         tracer: Tracer,
-        draft: LoadedDraft | None = None,
     ) -> None:
-        """`draft` is the small model that guesses tokens, if one does."""
         self.memory = memory
-        self._draft = draft
         self._plan = prepared.plan
         self._spec = prepared.model.spec
         self._forms = UnsettledForms()
-        self._hidden = HiddenStates()
         border = self._spec.rotary_border
 
         def scope(sequence: SequenceState) -> str:
             return scope_of(sequence, border, shared=config.prefix_shared)
 
-        self.speculator = open_speculator(prepared, config, memory, scope, draft, tracer)
+        self.speculator = open_speculator(prepared, config, memory, scope, tracer)
         self.scheduler = Scheduler(
             memory.kv.allocator,
             max_prefill_tokens=prepared.plan.max_prefill_tokens,
@@ -83,6 +74,7 @@ class EngineCore:
         self._tracer = tracer
         self.load = self.scheduler.load
         self.steps = 0
+        self.accounts = StepAccounts()
         self._warm_up()
         self.reset_account()
 
@@ -94,29 +86,16 @@ class EngineCore:
             return
         if not is_slow_at_first(memory.on_device.device.where):
             return
-        self.prompt, self.generation = Phase(), Phase()
         prompts = prompts_to_warm(self._plan, memory.kv.allocator.capacity_tokens)
         if not warm_up(self.logits, prompts, self._spec.vocab_size):
             self.runner.abandon()
         self.steps = 0
 
-    def account(self) -> tuple[Phase, Phase]:
-        """What prompts and answers have cost until now."""
-        return replace(self.prompt), replace(self.generation)
-
     def reset_account(self) -> None:
         """Count from zero."""
-        self.prompt, self.generation = Phase(), Phase()
-        self.decoded, self.prefilled = StepTotals(), StepTotals()
-        self.speculator.account = SpeculationAccount()
+        self.accounts = StepAccounts()
+        self.speculator.reset_account()
         self.runner.meter.lap(0.0)
-
-    def used_bytes(self) -> dict[str, int]:
-        """Bytes of host memory in use now, by purpose; a small model's are "draft"."""
-        used = self.memory.used_bytes()
-        if self._draft is not None:
-            used["draft"] = sum(self._draft.memory.used_bytes().values())
-        return used
 
     def advance(self) -> bool:
         """One step for all requests; False when none waits.  Never raises: requests fail instead.
@@ -141,14 +120,9 @@ class EngineCore:
                 return True
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
         processors = [self._processors[segment.request] for segment in output.segments]
-        self._hidden.begin()
-        viewer: PromptOutputSource | None = None
-        if output.shows_prompts:
-            viewer = PromptOutputRows(output, self._processors)
-        elif self.speculator.needs_hidden:
-            viewer, output = self._hidden, with_hidden(output)
+        viewer = PromptOutputRows(output, self._processors) if output.shows_prompts else None
         try:
-            logits = self.runner.run(output, viewer)
+            logits = self.runner.run(*self.speculator.shown(output, viewer))
         except Exception as error:
             self.runner.abandon()
             for processor in processors:
@@ -192,11 +166,7 @@ class EngineCore:
             processor.advance(*own[0])
             if segment.drafts:
                 self._verify(processor, segment.tokens[-segment.drafts :], own[1:])
-        for segment, hidden in self._hidden.by_segment(output):
-            state = self._processors[segment.request].state
-            if not state.finished:
-                stays = hidden[: state.computed - segment.start]
-                self.speculator.observe(state, segment.start, stays)
+        self.speculator.observe(output, lambda request: self._processors[request].state)
         return forked
 
     def _verify(
@@ -246,14 +216,8 @@ class EngineCore:
         now = time.perf_counter()
         cost = self.runner.meter.lap(now - begin)
         wrong = self.speculator.step_took(output, cost.seconds)
-        prompt, tokens = output.prompt_tokens, output.num_tokens - wrong
-        self._tracer.record("step", "host", 0, begin, now, (prompt, tokens - prompt))
-        # Tokens of one step share its reads and its time.
-        self.prompt.add(cost, prompt, tokens)
-        self.generation.add(cost, tokens - prompt, tokens)
-        if not output.num_drafts:  # no steps of these were predicted
-            totals = self.prefilled if prompt else self.decoded
-            totals.add(output, cost.seconds, cost.disk_bytes)
+        tokens = self.accounts.add(output, cost, wrong)
+        self._tracer.record("step", "host", 0, begin, now, tokens)
 
     def _settled(self, processor: OutputProcessor, error: Exception | None) -> None:
         """A request has ended by its form."""
@@ -298,8 +262,6 @@ class EngineCore:
             while save_some(self.memory.prefixes):
                 pass
         self.memory.close()
-        if self._draft is not None:
-            self._draft.memory.close()
 
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""
@@ -351,10 +313,10 @@ class EngineCore:
     def _run_alone(self, output: SchedulerOutput, is_prompt: bool) -> torch.Tensor:
         """The logits of a step that is no request's, which stay valid."""
         begin, tokens = time.perf_counter(), output.num_tokens
-        phase = self.prompt if is_prompt else self.generation
         output = replace(output, kv_operations=self.scheduler.kv.take())
         try:
             return self.runner.run(output).clone()
         finally:
             self.steps += 1
-            phase.add(self.runner.meter.lap(time.perf_counter() - begin), tokens, tokens)
+            cost = self.runner.meter.lap(time.perf_counter() - begin)
+            self.accounts.add_alone(cost, tokens, is_prompt=is_prompt)

@@ -20,6 +20,7 @@ from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import RMSNorm, linear_params, project
 from hmt.models.decoder import Decoder
+from hmt.models.registry import open_model, text_part
 
 _LAYER: Final = "model.layers.0."
 _FIRST: Final = BlockId(0, BlockKind.ATTENTION)
@@ -137,16 +138,14 @@ class NextTokenModel(Model):
         return self._base.layer_blocks(index)
 
 
-def open_next_token_model(
-    config: Mapping[str, Any],
-    path: Path,
-    dtype: torch.dtype,
-    open_model: Callable[[Mapping[str, Any], Path, torch.dtype], Model],
+def open_predictor(
+    config: Mapping[str, Any], path: Path, dtype: torch.dtype
 ) -> NextTokenModel | None:
-    """The prediction layer of a parsed config.json; None where its family has none.
+    """What guesses one token more than the model of a parsed config.json; None: nothing does.
 
-    Raises what `open_model` raises, which is the registry's.
+    Whether the checkpoint has these layers, its tensors tell.  Raises as `open_model` does.
     """
+    config = text_part(config) or config
     [architecture] = config.get("architectures") or [""]
     names = _FAMILIES.get(architecture, lambda config: None)(config)
     if names is None:

@@ -28,7 +28,6 @@ from hmt.models.linear_attention import (
 from hmt.models.llama import Llama
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import MiniMaxM2, Mixtral
-from hmt.models.next_token import open_next_token_model
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
@@ -118,7 +117,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     configuration that is wrong or asks for something that its family does not compute here.
     """
     try:
-        text = _text_part(config)
+        text = text_part(config)
         if text is not None:
             model = open_model(text, path, dtype)
             model.spec = replace(
@@ -142,16 +141,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
         ) from error
 
 
-def open_predictor(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Model | None:
-    """What guesses one token more than the model of a parsed config.json; None: nothing does.
-
-    Whether the checkpoint has these layers, its tensors tell.  Raises as `open_model` does.
-    """
-    text = _text_part(config)
-    return open_next_token_model(config if text is None else text, path, dtype, open_model)
-
-
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The config.json of a multimodal model's language model; None where HMT has no such family."""
     text, kind = config.get("text_config"), f"{config.get('model_type')}_text"
     if kind in _ALIKE and text is None and "vision_config" in config:

@@ -1,20 +1,15 @@
 """Loading's part for speculation: the small model that guesses, in a share of the budget."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
 from hmt.base.errors import BudgetError, ConfigError
-from hmt.base.trace import Tracer
 from hmt.engine.config import EngineConfig
-from hmt.engine.engine_thread import EngineThread
-from hmt.engine.loading.allocate import allocate_on
 from hmt.engine.loading.demand import dtype_for
-from hmt.engine.loading.memory import Memory
-from hmt.engine.loading.prepare import Prepared, prepare, prepare_model
+from hmt.engine.loading.prepare import Prepared, PreparedDraft, prepare, prepare_model
 from hmt.engine.loading.source import open_source
 from hmt.formats import located
-from hmt.memory import Ledger
 from hmt.models import open_predictor
 from hmt.text import Tokenizer
 
@@ -24,39 +19,6 @@ _KEPT: Final = (
     "max_prefill_tokens", "max_batch", "threads", "numa", "disk_reader", "disk_depth",
     "disk_chunk_bytes", "verify_reads", "check_weights", "spill_dir", "expert_cache_policy",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A small model in memory."""
-
-    prepared: Prepared
-    config: EngineConfig
-    memory: Memory
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedDraft:
-    """A small model that was planned for, and the options that are its own."""
-
-    prepared: Prepared
-    config: EngineConfig
-
-    @property
-    def host_bytes(self) -> int:
-        """Of the budget, what it takes."""
-        return sum(self.prepared.plan.reserved.values())
-
-    def loaded(
-        self, loop: EngineThread, ledger: Ledger, tracer: Tracer, beside: Memory
-    ) -> LoadedDraft:
-        """Load it on the loop's thread.  Where that fails, `beside` is closed and the loop ends."""
-        try:
-            memory = allocate_on(loop, self.prepared, self.config, ledger, tracer, None, ())
-        except BaseException:
-            beside.close()
-            raise
-        return LoadedDraft(self.prepared, self.config, memory)
 
 
 def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> PreparedDraft | None:

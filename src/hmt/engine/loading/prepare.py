@@ -49,6 +49,19 @@ class Prepared:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedDraft:
+    """A small model that guesses for another, and the options that are its own."""
+
+    prepared: Prepared
+    config: EngineConfig
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the budget, what it takes."""
+        return sum(self.prepared.plan.reserved.values())
+
+
 def prepare(
     path: Path,
     config: EngineConfig,

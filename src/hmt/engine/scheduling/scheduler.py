@@ -14,15 +14,12 @@ from hmt.engine.scheduling.choices import Choices
 from hmt.engine.scheduling.kv_operations import KVOperationLog
 from hmt.engine.scheduling.kv_reservation import KVReservation
 from hmt.engine.scheduling.output_length import OutputLengthEstimate
-from hmt.engine.scheduling.prefill_budget import split_prefill_budget
+from hmt.engine.scheduling.prefill_budget import split_prefill_budget, to_border
 from hmt.engine.scheduling.request_queue import RequestQueue, Taken
-from hmt.engine.scheduling.sequence import Load, PromptEnd, SequenceState
+from hmt.engine.scheduling.sequence import Load, PromptEnd, SequenceState, by_rank
 from hmt.kvcache import KVAllocator, checkpoint_interval
 from hmt.kvcache.prefix import PrefixCache
 
-# Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
-# stays: so all end.
-_MAX_PREEMPTIONS = 2
 _AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by where there are enough
 
 
@@ -161,7 +158,10 @@ class Scheduler:
         )
         if self._checkpoints:
             most = checkpoint_interval(self._chunk)
-            shares = [_to_border(s, n, most) for s, n in zip(reading, shares, strict=True)]
+            shares = [
+                to_border(s.computed, len(s.tokens), n, most)
+                for s, n in zip(reading, shares, strict=True)
+            ]
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         segments = [
             self._segment(sequence, count, () if reading else self._drafts(sequence, len(running)))
@@ -293,7 +293,7 @@ class Scheduler:
     def _grow(self) -> bool:
         """Find room for the next token of all that run; whether a sequence was sent back for it."""
         before = self._dropped
-        for sequence in sorted(self._running, key=_rank):
+        for sequence in sorted(self._running, key=by_rank):
             needed = len(sequence.tokens)
             if sequence not in self._running or sequence.reserved_tokens >= needed:
                 continue
@@ -305,18 +305,18 @@ class Scheduler:
 
     def _give_up_some(self) -> None:
         """Free a page or more of those who rank lowest."""
-        ranked = sorted(self._running, key=_rank, reverse=True)
-        if any(self._rooms.shrink(one, 1) for one in ranked if not _is_settled(one)):
+        ranked = sorted(self._running, key=by_rank, reverse=True)
+        if any(self._rooms.shrink(one, 1) for one in ranked if not one.stays):
             return
         if waiting := self._put_aside():
             self._drop(waiting[0])
         else:
-            self._send_back(next(one for one in ranked if not _is_settled(one)), park=False)
+            self._send_back(next(one for one in ranked if not one.stays), park=False)
 
     def _put_aside(self) -> list[SequenceState]:
         """Those that wait and hold KV pages, who rank lowest first."""
         there = [one for one in self._waiting if one.kv is not None]
-        return sorted(there, key=_rank, reverse=True)
+        return sorted(there, key=by_rank, reverse=True)
 
     def _send_back(self, sequence: SequenceState, *, park: bool) -> None:
         """Let a sequence that runs wait again, and go on later."""
@@ -460,7 +460,7 @@ class Scheduler:
         if priority is None:
             return []
         lower = [one for one in self._running if one.priority < priority]
-        return sorted((one for one in lower if not _is_settled(one)), key=_rank, reverse=True)
+        return sorted((one for one in lower if not one.stays), key=by_rank, reverse=True)
 
     def _is_ready(self, sequence: SequenceState) -> bool:
         """False while another computes its prompt, or while others need what it keeps of it."""
@@ -479,7 +479,7 @@ class Scheduler:
 
     def _expected(self, sequence: SequenceState) -> int:
         """Positions that a sequence is expected to take, or that are reserved for it anyway."""
-        if _is_settled(sequence) or sequence.fixed_length:
+        if sequence.stays or sequence.fixed_length:
             return sequence.max_total_tokens
         prompt, tokens = sequence.prompt_tokens, len(sequence.tokens)
         longest = sequence.max_total_tokens - prompt
@@ -491,24 +491,3 @@ class Scheduler:
         return PAGE_TOKENS * sum(
             one.reserved_tokens < one.max_total_tokens for one in self._running
         )
-
-
-def _to_border(sequence: SequenceState, count: int, interval: int) -> int:
-    """Of the next `count` tokens of a prompt, those up to where a step is to begin, if any.
-
-    That is at its last border of a page, and at multiples of `interval`.
-    """
-    border = (len(sequence.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
-    left = border - sequence.computed
-    next_multiple = interval - sequence.computed % interval
-    return min(left if left > 0 else count, next_multiple, count)
-
-
-def _rank(sequence: SequenceState) -> tuple[int, int]:
-    """By which those that run give way: the largest first."""
-    return -sequence.priority, sequence.number
-
-
-def _is_settled(sequence: SequenceState) -> bool:
-    """Whether it has given way often enough."""
-    return sequence.preemptions >= _MAX_PREEMPTIONS

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from hmt.base.trace import Tracer
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.draft import LoadedDraft
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner
@@ -22,14 +21,13 @@ def open_speculator(
     config: EngineConfig,
     memory: Memory,
     scope: Callable[[SequenceState], str],
-    draft: LoadedDraft | None,
     tracer: Tracer,
 ) -> Speculator:
     """What guesses for a model, if anything does.  `scope`: who may learn from whose tokens."""
     if not _can_verify(prepared, config, memory):
         return Speculator(None, scope)
     proposer: Proposer = PromptLookup()
-    if draft is not None:
+    if (draft := memory.draft) is not None:
         runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
         chunk = draft.prepared.plan.max_prefill_tokens
         model = DraftModel(runner, draft.memory.kv.allocator, chunk)

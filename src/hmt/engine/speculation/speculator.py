@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Final
 
-from torch import Tensor
-
 from hmt.contracts.step import SchedulerOutput
+from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.scheduling.sequence import SequenceState
 from hmt.engine.speculation.account import SpeculationAccount
 from hmt.engine.speculation.draft import Draft, Proposer
 from hmt.engine.speculation.gate import SpeculationGate
+from hmt.engine.speculation.hidden_states import HiddenStates, with_hidden
 
 # Of a step, guesses included.  Kernels for few rows give a token's logits the same bits with up to
 # 16 of them; and more guesses than that are hardly ever right.
@@ -37,6 +37,7 @@ class Speculator:
         self._scope = scope
         self._most = most
         self._gate = SpeculationGate()
+        self._hidden = HiddenStates()
         self._drafts: dict[int, Draft] = {}  # of the step that comes, by number of the request
         self._accepted = 0  # of the same step
         self._asked = False  # whether time went into guesses for it
@@ -55,15 +56,26 @@ class Speculator:
             self._drafts[sequence.number] = draft
         return draft.tokens
 
-    @property
-    def needs_hidden(self) -> bool:
-        """Whether `observe` is to be called."""
-        return self._proposer is not None and self._proposer.needs_hidden
+    def shown(
+        self, output: SchedulerOutput, viewer: PromptOutputSource | None
+    ) -> tuple[SchedulerOutput, PromptOutputSource | None]:
+        """The step, and who looks at its rows: the proposer, if it needs them and no one else does."""
+        self._hidden.begin()
+        if viewer is not None or self._proposer is None or not self._proposer.needs_hidden:
+            return output, viewer
+        return with_hidden(output), self._hidden
 
-    def observe(self, sequence: SequenceState, start: int, hidden: Tensor) -> None:
-        """A step has computed tokens from `start` on that stay: hidden states f32 [n, width]."""
-        if self._proposer is not None:
-            self._proposer.observe(sequence.number, sequence.tokens, start, hidden)
+    def observe(self, output: SchedulerOutput, state: Callable[[int], SequenceState]) -> None:
+        """Tell the proposer of the step's tokens that stay.  `state` finds requests by number."""
+        for run, hidden in self._hidden.by_segment(output):
+            sequence = state(run.request)
+            if self._proposer is not None and not sequence.finished:
+                stays = hidden[: sequence.computed - run.start]
+                self._proposer.observe(run.request, sequence.tokens, run.start, stays)
+
+    def reset_account(self) -> None:
+        """Count from zero."""
+        self.account = SpeculationAccount()
 
     def verified(self, sequence: SequenceState, accepted: int) -> None:
         """The first `accepted` guesses of the step were right."""
