@@ -59,7 +59,7 @@ class Speculator:
     def shown(
         self, output: SchedulerOutput, viewer: PromptOutputSource | None
     ) -> tuple[SchedulerOutput, PromptOutputSource | None]:
-        """The step, and who looks at its rows: the proposer, if it needs them and no one else does."""
+        """The step, and who sees its rows: the proposer, if it needs them and no one else does."""
         self._hidden.begin()
         if viewer is not None or self._proposer is None or not self._proposer.needs_hidden:
             return output, viewer
