@@ -1,202 +1,11 @@
-// Few tokens: columns in lanes, four rows at a time, so that weights stream through once and each
-// piece of a token serves four rows.  Only for rows.isa.cpp.
+// Columns in lanes, four rows at a time: numbers, and codes where tokens are few.  Only for
+// rows.isa.cpp.
 #pragma once
 
-#include "base/scratch.h"
-#include "linear/kernels.h"
-#include "linear/rows_minima.h"
-#include "linear/rows_decode.h"
+#include "linear/rows_numbers.h"
 
 namespace hmt::HMT_ISA {
 namespace {
-
-constexpr size_t kFewRows = 4;
-// Tokens whose sums fit into registers next to four rows.
-#if defined(HMT_AVX512)
-constexpr size_t kFewTokens = 4;
-#else
-constexpr size_t kFewTokens = 2;
-#endif
-
-// Four rows from `row` on; those beyond end_row repeat the last one and are not written.
-struct FourRows {
-  size_t count;
-  const uint8_t* begin[kFewRows];
-  RowScales scales[kFewRows];
-  const float* minima[kFewRows];  // all null, or none
-  const float* sums;  // [tokens, segments], see segment_sum; read where there are minima
-  FourRows(const Weight& w, size_t row, size_t end_row, const float* token_sums)
-      : count(end_row - row < kFewRows ? end_row - row : kFewRows), sums(token_sums) {
-    for (size_t r = 0; r < kFewRows; ++r) {
-      const size_t index = row + (r < count ? r : count - 1);
-      begin[r] = address_of(w, index, 0);
-      scales[r] = RowScales(w, index);
-      minima[r] = row_minima(w, index);
-    }
-    row_bytes_ = w.columns * bytes_of(w.code);
-  }
-
-  // Asks for what will be read kAhead bytes after byte `offset` of each row, in these rows or the
-  // next four.  Processors foresee it badly: 13 instead of 18 GB/s for int8 groups.
-  HMT_INLINE void fetch_ahead(size_t offset) const {
-    const size_t ahead = offset + kAhead, skip = ahead < row_bytes_ ? 0 : 3 * row_bytes_;
-    HMT_UNROLL
-    for (size_t r = 0; r < kFewRows; ++r) __builtin_prefetch(begin[r] + ahead + skip);
-  }
-
- private:
-  static constexpr size_t kAhead = 512;
-  size_t row_bytes_;
-};
-
-// Weights of any code times f32 activations.
-template <Code kCode>
-struct WidenedColumns {
-  using Activation = float;
-  using Weights = F16v;
-  using Numbers = F16v;
-  static constexpr size_t kColumns = 16, kBytes = bytes_of(kCode);
-  static constexpr float kUnit = unit_of(kCode);
-  static const float* tokens(const Inputs& in) { return in.f32; }
-  static HMT_INLINE Weights weights(const uint8_t* p) { return load_codes<kCode>(p); }
-  static HMT_INLINE Numbers numbers(const float* p) { return load(p); }
-  static HMT_INLINE F16v step(F16v sum, Weights w, Numbers x) { return fma(w, x, sum); }
-};
-
-#if defined(HMT_AVX512_BF16)
-// bf16 weights times bf16 activations, two columns in a lane.
-struct PairedColumns {
-  using Activation = uint16_t;
-  using Weights = __m512i;
-  using Numbers = __m512i;
-  static constexpr size_t kColumns = 32, kBytes = 2;
-  static constexpr float kUnit = 1.0f;
-  static const uint16_t* tokens(const Inputs& in) { return in.bf16; }
-  static HMT_INLINE Weights weights(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  static HMT_INLINE Numbers numbers(const uint16_t* p) { return _mm512_loadu_si512(p); }
-  static HMT_INLINE F16v step(F16v sum, Weights w, Numbers x) {
-    return dot2_bf16(sum, w, x);
-  }
-};
-
-// e4m3 weights times bf16 activations; columns in the order that e4m3_as_bf16 leaves them in.
-struct PairedE4M3Columns {
-  using Activation = uint16_t;
-  struct Both {
-    __m512i low, high;
-  };
-  using Weights = Both;
-  using Numbers = Both;
-  static constexpr size_t kColumns = 64, kBytes = 1;
-  static constexpr float kUnit = 1.0f;
-  static const uint16_t* tokens(const Inputs& in) { return in.bf16; }
-  static HMT_INLINE Both weights(const uint8_t* p) {
-    Both out;
-    e4m3_as_bf16(_mm512_loadu_si512(p), out.low, out.high);
-    return out;
-  }
-  static HMT_INLINE Both numbers(const uint16_t* p) {
-    const __m512i first = _mm512_loadu_si512(p), second = _mm512_loadu_si512(p + 32);
-    return {_mm512_shuffle_i64x2(first, second, 0x88), _mm512_shuffle_i64x2(first, second, 0xdd)};
-  }
-  static HMT_INLINE F16v step(F16v sum, const Both& w, const Both& x) {
-    return dot2_bf16(dot2_bf16(sum, w.low, x.low), w.high, x.high);
-  }
-};
-#endif
-
-template <typename Columns, size_t kTokens>
-HMT_INLINE void step_rows(const uint8_t* const* rows, size_t offset,
-                          const typename Columns::Activation* const* tokens, size_t column,
-                          F16v (*sums)[kTokens]) {
-  typename Columns::Numbers x[kTokens];
-  HMT_UNROLL
-  for (size_t t = 0; t < kTokens; ++t) x[t] = Columns::numbers(tokens[t] + column);
-  HMT_UNROLL
-  for (size_t r = 0; r < kFewRows; ++r) {
-    const typename Columns::Weights w = Columns::weights(rows[r] + offset);
-    HMT_UNROLL
-    for (size_t t = 0; t < kTokens; ++t) sums[r][t] = Columns::step(sums[r][t], w, x[t]);
-  }
-}
-
-// Adds up columns [0, count) of four rows with kTokens tokens; `offset` bytes of each row precede.
-template <typename Columns, size_t kTokens>
-HMT_INLINE void sum_rows(const FourRows& four, size_t offset, const uint8_t* const* rows,
-                         const typename Columns::Activation* const* tokens, size_t count,
-                         F16v (*sums)[kTokens]) {
-  using Activation = typename Columns::Activation;
-  constexpr size_t kColumns = Columns::kColumns, kBytes = Columns::kBytes;
-  constexpr size_t kLineColumns = 64 / kBytes;
-  size_t c = 0;
-  for (; c + kLineColumns <= count; c += kLineColumns) {
-    four.fetch_ahead(offset + c * kBytes);
-    HMT_UNROLL
-    for (size_t i = 0; i < kLineColumns; i += kColumns) {
-      step_rows<Columns, kTokens>(rows, (c + i) * kBytes, tokens, c + i, sums);
-    }
-  }
-  for (; c + kColumns <= count; c += kColumns) {
-    step_rows<Columns, kTokens>(rows, c * kBytes, tokens, c, sums);
-  }
-  if (c == count) return;
-  alignas(64) uint8_t row_rest[kFewRows][64] = {};
-  alignas(64) Activation token_rest[kTokens][kColumns] = {};
-  const uint8_t* row_ends[kFewRows];
-  const Activation* token_ends[kTokens];
-  for (size_t r = 0; r < kFewRows; ++r) {
-    std::memcpy(row_rest[r], rows[r] + c * kBytes, (count - c) * kBytes);
-    row_ends[r] = row_rest[r];
-  }
-  for (size_t t = 0; t < kTokens; ++t) {
-    std::memcpy(token_rest[t], tokens[t] + c, (count - c) * sizeof(Activation));
-    token_ends[t] = token_rest[t];
-  }
-  step_rows<Columns, kTokens>(row_ends, 0, token_ends, 0, sums);
-}
-
-// out[t * out_stride + r] for kTokens tokens from `token` on.
-template <typename Columns, size_t kTokens>
-HMT_KERNEL void few_numbers(const Weight& w, const Inputs& in, size_t token, const FourRows& four,
-                            float* out, size_t out_stride) {
-  const size_t width = segment_width(w), segments = (w.columns + width - 1) / width;
-  F16v totals[kFewRows][kTokens];
-  for (auto& row : totals) {
-    for (F16v& total : row) total = zero();
-  }
-  for (size_t s = 0; s < segments; ++s) {
-    const size_t begin = s * width, left = w.columns - begin;
-    const uint8_t* rows[kFewRows];
-    const typename Columns::Activation* tokens[kTokens];
-    for (size_t r = 0; r < kFewRows; ++r) rows[r] = four.begin[r] + begin * Columns::kBytes;
-    for (size_t t = 0; t < kTokens; ++t) {
-      tokens[t] = Columns::tokens(in) + (token + t) * in.stride + begin;
-    }
-    F16v sums[kFewRows][kTokens];
-    HMT_UNROLL
-    for (auto& row : sums) {
-      HMT_UNROLL
-      for (F16v& sum : row) sum = zero();
-    }
-    sum_rows<Columns, kTokens>(four, begin * Columns::kBytes, rows, tokens,
-                               left < width ? left : width, sums);
-    HMT_UNROLL
-    for (size_t r = 0; r < kFewRows; ++r) {
-      const F16v scale = set1(four.scales[r][s] * Columns::kUnit);
-      HMT_UNROLL
-      for (size_t t = 0; t < kTokens; ++t) totals[r][t] = fma(sums[r][t], scale, totals[r][t]);
-    }
-  }
-  for (size_t t = 0; t < kTokens; ++t) {
-    for (size_t r = 0; r < four.count; ++r) {
-      float total = total_of(totals[r][t]);
-      if (four.minima[r] != nullptr) {
-        total += minima_product(four.minima[r], four.sums + (token + t) * segments, segments);
-      }
-      out[t * out_stride + r] = total;
-    }
-  }
-}
 
 #if defined(HMT_AVX2) && !defined(HMT_AVX512)
 // 32 codes; zero from `left` on.
@@ -418,16 +227,9 @@ void few_tokens(const Weight& w, const Inputs& in, size_t token, const FourRows&
   }
 #endif
   if (w.int8_activations) return few_codes<kTokens>(w, in, token, four, out, out_stride);
-#if defined(HMT_AVX512_BF16)
-  if (w.code == Code::kBF16 && in.bf16 != nullptr) {
-    return few_numbers<PairedColumns, kTokens>(w, in, token, four, out, out_stride);
-  }
-  if (w.code == Code::kFp8 && in.bf16 != nullptr) {
-    return few_numbers<PairedE4M3Columns, kTokens>(w, in, token, four, out, out_stride);
-  }
-#endif
-  with_code(w.code, [&](auto code) {
-    few_numbers<WidenedColumns<code.value>, kTokens>(w, in, token, four, out, out_stride);
+  const Pass whole{0, w.columns, nullptr};
+  with_columns(w, in, [&](auto columns) {
+    few_numbers<decltype(columns), kTokens>(w, in, token, four, whole, out, out_stride);
   });
 }
 
@@ -435,10 +237,28 @@ void few_tokens(const Weight& w, const Inputs& in, size_t token, const FourRows&
 inline void multiply_few(const Weight& w, const Inputs& in, size_t first_row, size_t end_row,
                          float* out, size_t out_stride) {
   const size_t segments = w.minima == nullptr ? 0 : segments_of(w);
-  Scratch scratch(in.tokens * segments * sizeof(float));
+  // Bringing rows to the form that they are multiplied in pays from 8 tokens on, where they are not.
+  const size_t few = w.code == Code::kF32 ? kTokenBlock : 7;
+  const bool many = in.tokens > few && !w.int8_activations;
+  const size_t padded = (end_row - first_row + kFewRows - 1) / kFewRows * kFewRows;
+  const size_t rows = many ? padded * ManyMemory::kRowBytes : 0;
+  const size_t lanes = many ? padded * kTokensTogether * 16 : 0;
+  Scratch scratch(Scratch::round(in.tokens * segments * sizeof(float)) + rows +
+                  lanes * sizeof(float));
   float* sums = scratch.take<float>(in.tokens * segments);
   for (size_t t = 0; t < in.tokens; ++t) {
     for (size_t s = 0; s < segments; ++s) sums[t * segments + s] = segment_sum(w, in, t, s);
+  }
+  if (many) {
+    const ManyMemory memory{scratch.take<uint8_t>(rows), scratch.take<float>(lanes)};
+    for (size_t t = 0; t < in.tokens; t += kTokensTogether) {
+      const size_t end = in.tokens - t < kTokensTogether ? in.tokens : t + kTokensTogether;
+      with_columns(w, in, [&](auto columns) {
+        many_numbers<decltype(columns)>(w, in, t, end, first_row, end_row, sums, memory, out,
+                                        out_stride);
+      });
+    }
+    return;
   }
   for (size_t row = first_row; row < end_row; row += kFewRows) {
     const FourRows four(w, row, end_row, sums);

@@ -4,6 +4,9 @@
 #include "linear/gemm_rows.h"
 #include "linear/rows_minima.h"
 #include "linear/rows_decode.h"
+#if defined(HMT_AMX)
+#include "linear/rows_few_tiles.h"
+#endif
 
 namespace hmt::HMT_ISA {
 namespace {
@@ -32,51 +35,58 @@ void decode(const Weight& w, size_t first, size_t count, float* out) {
   }
 }
 
-// Tokens from which on they lie in lanes: where that is faster, measured on Zen 4.  Sums of short
-// groups and the decoding of fp8 weigh on few tokens.
-size_t many_tokens(const Weight& w, bool bf16) {
+// Whether tiles of bf16 multiply: then whatever the number of tokens, as sums have another order.
+bool in_tiles(const Weight& w, bool bf16) {
 #if defined(HMT_AMX)
-  // Tiles multiply 16 tokens in the time that weights take to arrive.
-  if (w.int8_activations || (bf16 && w.code != Code::kF32 && w.code != Code::kF16)) return 6;
-#endif
-  (void)bf16;
-  if (w.code == Code::kFp8) return 10;
-  if (w.code == Code::kInt8) return segment_width(w) == w.columns ? 13 : 10;
-#if defined(HMT_AVX512)
-  return 17;
+  return bf16 && !w.int8_activations && w.code != Code::kF32 && w.code != Code::kF16;
 #else
-  return 13;
+  (void)w, (void)bf16;
+  return false;
 #endif
 }
 
-// Calls call(Math()) with what a weight and activations are multiplied in.
-template <typename Call>
-void with_math(const Weight& w, bool bf16, Call call) {
-  if (w.int8_activations) return call(CodeMath());
-#if defined(HMT_AVX512_BF16)
-  if (bf16 && w.code != Code::kF32 && w.code != Code::kF16) return call(PairMath());
+// Tokens from which on they lie in lanes.
+size_t many_tokens(const Weight& w, bool bf16) {
+  if (in_tiles(w, bf16)) return 0;
+  if (!w.int8_activations) return static_cast<size_t>(-1);
+  // Where that is faster, measured on Zen 4: sums of short groups weigh on few tokens.
+#if defined(HMT_AMX)
+  return 6;  // tiles multiply 16 tokens in the time that weights take to arrive
+#else
+  return segment_width(w) == w.columns ? 13 : 10;
 #endif
-  (void)bf16;
-  call(FloatMath());
+}
+
+// Calls call(Math()) with what a weight and activations are multiplied in where tokens lie in lanes.
+template <typename Call>
+void with_math(const Weight& w, Call call) {
+#if defined(HMT_AMX)
+  if (!w.int8_activations) return call(PairMath());
+#endif
+  (void)w;
+  call(CodeMath());
 }
 
 size_t arranged_bytes(const Weight& w, size_t tokens, bool bf16) {
   if (tokens < many_tokens(w, bf16)) return 0;
   size_t bytes = 0;
-  with_math(w, bf16, [&](auto math) { bytes = arranged_size<decltype(math)>(w); });
+  with_math(w, [&](auto math) { bytes = arranged_size<decltype(math)>(w); });
   return bytes;
 }
 
 void arrange(const Weight& w, const Inputs& in, size_t block, uint8_t* arranged) {
-  with_math(w, in.bf16 != nullptr, [&](auto math) {
-    arrange_tokens<decltype(math)>(w, in, block, arranged);
-  });
+  with_math(w, [&](auto math) { arrange_tokens<decltype(math)>(w, in, block, arranged); });
 }
 
 void multiply(const Weight& w, const Inputs& in, size_t first_row, size_t end_row, float* out,
               size_t out_stride) {
   if (in.arranged == nullptr) return multiply_few(w, in, first_row, end_row, out, out_stride);
-  with_math(w, in.bf16 != nullptr, [&](auto math) {
+#if defined(HMT_AMX)
+  if (!w.int8_activations && in.tokens <= kTokenBlock) {
+    return multiply_few_with_tiles(w, in, first_row, end_row, out, out_stride);
+  }
+#endif
+  with_math(w, [&](auto math) {
     multiply_many<decltype(math)>(w, in, first_row, end_row, out, out_stride);
   });
 }

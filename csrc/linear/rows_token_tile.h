@@ -1,5 +1,5 @@
-// Many tokens: sixteen tokens in lanes.  `arrange` lays a block of 16 tokens out in lines of 64
-// bytes: 4 bytes of each token, which are one column in f32, two in bf16 or int16, four in int8.
+// Codes and many tokens, and tiles of bf16: sixteen tokens in lanes.  `arrange` lays a block of 16
+// tokens out in lines of 64 bytes: 4 bytes of each token, two columns in bf16 or int16, four in int8.
 // The same columns of a row of weights are one 32-bit number, broadcast to all lanes; so a line is
 // also a row of the B tile that AMX multiplies with.  Only for rows.isa.cpp.
 //
@@ -125,41 +125,12 @@ struct Pieces {
 // What codes are multiplied in.  A Math says: Sum, 16 sums; kPerLine, columns in 4 bytes;
 // kRoundLines; Line, Four (the broadcast four bytes); `step`; `pack`, which brings a run of a row's
 // codes to 4-byte units; `unit`, what it divides them by; `tokens`, where the activations lie.
-struct FloatMath {
-  using Sum = F16v;
-  static float unit(Code code) { return unit_of(code); }
-  static constexpr size_t kPerLine = 1, kRoundLines = 1;
-  static constexpr bool kInteger = false, kOffset = false;
-  using Line = F16v;
-  static HMT_INLINE Line line(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
-  static HMT_INLINE F16v four(const uint8_t* p) {
-    float value;
-    std::memcpy(&value, p, sizeof value);
-    return set1(value);
-  }
-  static HMT_INLINE F16v step(F16v sum, Line x, F16v w) { return fma(w, x, sum); }
-  static void pack(Code code, const uint8_t* codes, size_t count, uint8_t* out) {
-    with_code(code, [&](auto is) {
-      each_16<is.value>(codes, count, [&](F16v numbers, size_t i, size_t n) {
-        float lanes[16];
-        store(lanes, numbers);
-        std::memcpy(out + 4 * i, lanes, 4 * n);
-      });
-    });
-  }
-  static const float* tokens(const Inputs& in) { return in.f32; }
-};
-
-#if defined(HMT_AVX512_BF16)
+#if defined(HMT_AMX)
 struct PairMath {
   using Sum = F16v;
   static float unit(Code) { return 1.0f; }
   static constexpr size_t kPerLine = 2;
-#if defined(HMT_AMX)
   static constexpr size_t kRoundLines = 16;
-#else
-  static constexpr size_t kRoundLines = 1;
-#endif
   static constexpr bool kInteger = false, kOffset = false;
   using Line = __m512i;
   static HMT_INLINE Line line(const uint8_t* p) { return _mm512_loadu_si512(p); }

@@ -1,12 +1,15 @@
 """Both reference models against transformers, and against themselves at every budget."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from reference import MODELS, transformers_model
 
 import hmt
+from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine import EngineConfig, prepare
 from hmt.planner import PlanOptions, smallest_budget
 
@@ -80,3 +83,52 @@ def test_logits_are_bit_identical_at_every_budget(
         if reference is None:
             reference = logits
         assert torch.equal(logits, reference), (budget, executor)
+
+
+def in_steps(model: Any, tokens: Sequence[int], sizes: Sequence[int], rows: int) -> torch.Tensor:
+    """Logits of the last `rows` tokens, where steps compute `sizes` tokens, one after the other."""
+
+    def run() -> torch.Tensor:
+        core, parts, at = model._core, [], 0
+        kv = core.scheduler.kv.open(len(tokens))
+        try:
+            for size in sizes:
+                given = list(tokens[at : at + size])
+                segment = SegmentRequest(kv, at, given, 0, len(tokens), whole=len(tokens))
+                wanted = tuple(i for i in range(size) if at + i >= len(tokens) - rows)
+                step = SchedulerOutput((segment,), logit_rows=wanted)
+                parts.append(core._run_alone(step, size > 1).clone())
+                at += size
+        finally:
+            core.scheduler.kv.close(kv)
+        return torch.cat(parts)
+
+    return model._loop.call(run)
+
+
+# Steps that cross 256 and 512 positions, of weights and pages in every kind of numbers.
+@pytest.mark.parametrize(
+    ("name", "before", "options"),
+    [
+        ("mini-dense", 504, {}),
+        ("mini-dense", 250, {"dtype": "float32"}),
+        ("mini-dense", 250, {"dtype": "float16", "kv_quant": "fp8"}),
+        ("mini-dense", 250, {"quantization": "w4a8"}),
+        ("mini-moe", 250, {}),
+        ("mini-moe", 20, {"dtype": "float32"}),
+        ("mini-moe", 504, {"dtype": "float16", "kv_quant": "fp8"}),
+        ("mini-moe", 250, {"quantization": "w4a8"}),
+    ],
+)
+def test_a_token_does_not_depend_on_the_size_of_its_step(
+    name: str, before: int, options: dict[str, Any]
+) -> None:
+    tokens = torch.randint(
+        8, 4000, (before + 16,), generator=torch.Generator().manual_seed(before)
+    ).tolist()
+    prompt = [512] * (before // 512) + [before % 512]
+    with hmt.Engine(host_memory="1GiB", context=2112, max_prefill_tokens=512, **options) as engine:
+        model = engine.load_model(MODELS[name])
+        wanted = in_steps(model, tokens, [*prompt, *[1] * 16], 16)
+        for sizes in ([2] * 8, [5, 5, 6], [13, 3], [16]):
+            assert torch.equal(in_steps(model, tokens, [*prompt, *sizes], 16), wanted), sizes

@@ -203,6 +203,20 @@ def test_a_token_s_result_does_not_depend_on_the_others(tokens):
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("code", CODES)
+def test_a_token_s_result_does_not_depend_on_how_many_there_are(code, dtype):
+    # Columns in one pass and in several, scales that end within one, rows that fill no tile.
+    for shape in ((33, 1100, 1, 1100), (35, 1408, 16, 128), (17, 129, 16, 48)):
+        w = random_rows(code, shape)
+        x = torch.randn(103, shape[1]).to(dtype)
+        whole = multiply(w, x)
+        for tokens in (1, 2, 3, 4, 5, 7, 12, 16, 17, 33):
+            assert torch.equal(multiply(w, x[:tokens]), whole[:tokens]), tokens
+        alone = [multiply(w, row[None]) for row in x[90:]]
+        assert torch.equal(torch.cat(alone), whole[90:])
+
+
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_the_largest_codes_and_the_longest_rows_do_not_overflow(tokens, sign):
