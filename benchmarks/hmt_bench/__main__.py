@@ -17,6 +17,7 @@ from hmt_bench.commands import (
     prefix,
     published,
     soak,
+    speculation,
 )
 
 app = typer.Typer(
@@ -40,6 +41,7 @@ app.command("predictions")(predictions.predictions)
 app.command("prefix")(prefix.prefix)
 app.command("published")(published.published)
 app.command("soak")(soak.soak)
+app.command("speculation")(speculation.speculation)
 app.command("traces")(cache.traces)
 
 if __name__ == "__main__":

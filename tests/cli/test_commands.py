@@ -48,6 +48,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "threads": 1,
         "numa": "0",
         "activations": "exact",
+        "speculate": "off",
         "expert_cache_policy": "lru",
         "expert_prefetch": False,
         "goal": "latency",

@@ -18,11 +18,12 @@ from hmt.kvcache import PagedKV
 
 OPTIONS: dict[str, Any] = {
     "host_memory": "320MiB", "dtype": "float32", "max_prefill_tokens": 64, "max_batch": 4,
-    "context": 544,
+    "context": 544, "speculate": "off",
 }  # fmt: skip
 LEVELS = {"kv_gpu_memory": "4608KiB", "max_prefill_tokens": 32, "context": 640}
 WAYS: dict[str, dict[str, Any]] = {
     "prefixes": {"prefix_cache": True},
+    "speculation": {"prefix_cache": True, "speculate": "auto"},
     "levels and prefixes": {**LEVELS, "prefix_cache": True},
     "gpu": {"gpu_id": "fake", "gpu_memory": "96MiB"},
     "both": {"gpu_id": "fake", "gpu_memory": "12MiB"},

@@ -84,7 +84,7 @@ def test_the_file_is_bounded_and_damage_is_passed_over(cache: Path) -> None:
         assert run_history.factors_of("a model") == {}, wrong
     file.write_text("no json\n[]\n" * run_history._KEPT)
     for _ in range(2):
-        with hmt.Engine(host_memory="64MiB", context=256) as engine:
+        with hmt.Engine(host_memory="64MiB", context=256, speculate="off") as engine:
             model = engine.load_model(MODEL)
             model.infer(hmt.Request(input="Once", max_new_tokens=run_history._LEAST_STEPS + 2))
     assert len(file.read_text().splitlines()) == run_history._KEPT

@@ -135,6 +135,14 @@ class EngineOptions:
         str | None,
         _compute(help="overlapped reads ahead while it computes, plain reads when it needs."),
     ] = None
+    speculate: Annotated[
+        str | None,
+        _compute(
+            help="auto guesses next tokens by what was said before and verifies several in one "
+            "step, where that is faster and changes no answer; mtp also by the checkpoint's "
+            "multi-token prediction layers, draft=PATH by a smaller model; off does not."
+        ),
+    ] = None
     prefetch_distance: Annotated[int | None, _memory(help="Layers to read ahead.")] = None
     max_prefill_tokens: Annotated[int | None, _compute(help="Prompt tokens per step.")] = None
     goal: Annotated[

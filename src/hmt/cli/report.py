@@ -11,7 +11,15 @@ from hmt.base.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from hmt.contracts.kv import KVAccount
-    from hmt.engine import ABResult, DeviceAccount, ExpertAccount, Phase, RunSummary, StepPrediction
+    from hmt.engine import (
+        ABResult,
+        DeviceAccount,
+        ExpertAccount,
+        Phase,
+        RunSummary,
+        SpeculationAccount,
+        StepPrediction,
+    )
 
 _BAR_CELLS = 16
 _LEVELS = {"near": "near", "host": "in host memory", "disk": "on the disk"}
@@ -39,6 +47,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
     table.add_row("per token", _traffic(phase))
     if (predicted := summary.predicted) is not None and predicted.step_s:
         table.add_row("predicted", _predicted(predicted))
+    if summary.speculation.proposed:
+        table.add_row("speculation", _speculation(summary.speculation))
     if phase.expert_prefetches or summary.expert_prefetch_gain is not None:
         table.add_row("expert prefetch", _expert_prefetch(phase, summary.expert_prefetch_gain))
     table.add_row("time", _time(phase))
@@ -120,6 +130,14 @@ def _experts(experts: "ExpertAccount") -> str:
         f"{(experts.brought + cut) / needed:.0%} brought over the link, "
         f"{(experts.left - cut) / needed:.0%} left to the CPU; "
         f"{format_bytes(experts.nbytes)} each"
+    )
+
+
+def _speculation(account: "SpeculationAccount") -> str:
+    return (
+        f"{account.accepted} of {account.proposed} guesses were right; {account.steps} steps with "
+        f"guesses gave {account.tokens / account.steps:.1f} tokens each and saved "
+        f"{format_seconds(account.saved_s)}"
     )
 
 

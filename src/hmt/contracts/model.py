@@ -144,6 +144,8 @@ class ModelSpec:
     state               by layer: recurrent state; () where no layer has any
     second_state        by layer: what another part of it advances by itself; () where none does
     token_window        tokens before a run that layers look at: see `Segment.preceding`
+    exact_runs          whether compiled kernels give a token's logits the same bits however many
+                        tokens of its sequence are in its step
     row_lookups         rows that a token reads of tables besides that of tokens, by block
     """
 
@@ -170,6 +172,7 @@ class ModelSpec:
     kv_sources: Mapping[int, int] = field(default_factory=dict)
     second_state: tuple[LayerState, ...] = ()
     token_window: int = 0
+    exact_runs: bool = True
     row_lookups: Mapping[BlockId, int] = field(default_factory=dict)
 
     @property

@@ -140,8 +140,13 @@ class SchedulerOutput:
 
     @property
     def sampled(self) -> list[int]:
-        """Requests whose next token the step's logits choose, in the order of these."""
-        return [segment.request for segment in self.segments if segment.num_logit_rows]
+        """The request whose next token a row of the step's logits chooses, for each row."""
+        return [run.request for run in self.segments for _ in range(run.num_logit_rows)]
+
+    @property
+    def num_drafts(self) -> int:
+        """Guesses of all segments."""
+        return sum(segment.drafts for segment in self.segments)
 
     @property
     def scored(self) -> list[tuple[int, int]]:
@@ -194,6 +199,8 @@ class Step:
     logit_rows   int64 [rows]: indices of the tokens whose logits are wanted
     scored_rows  int64 [scored]: of those whose logits are only looked at, a few at a time
     pooled_rows  int64 [pooled]: of those whose last hidden states are
+    inputs       f32 [tokens, hidden_size], of multi-token prediction alone: the hidden state of the
+                 token before each
     """
 
     token_ids: torch.Tensor
@@ -202,6 +209,7 @@ class Step:
     logit_rows: torch.Tensor
     scored_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     pooled_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    inputs: torch.Tensor | None = None
 
     @property
     def has_prompt_outputs(self) -> bool:

@@ -17,4 +17,5 @@ from hmt.engine.run_summary import (
 )
 from hmt.engine.scheduling.sequence import Load
 from hmt.engine.snapshot import EngineSnapshot, ExpertMap
+from hmt.engine.speculation.account import SpeculationAccount
 from hmt.engine.streams import RequestHandle

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -20,8 +21,8 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.engine_core import EngineCore
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.input_processor import InputProcessor
-from hmt.engine.loading.allocate import allocate_on
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.allocate import allocate_draft, allocate_on
+from hmt.engine.loading.prepare import Prepared, PreparedDraft
 from hmt.engine.outputs.output_processor import OutputProcessor, TokenListener
 from hmt.engine.run_summary import RunSummary
 from hmt.engine.scheduling.sequence import Load, SequenceState
@@ -42,7 +43,9 @@ class LoadedModel:
         ledger: Ledger,
         progress: Callable[[int, int], None] | None = None,
         devices: Many[Device] = (),
+        draft: PreparedDraft | None = None,
     ) -> None:
+        """`draft` is a small model that guesses tokens, if one does."""
         self.prepared = prepared
         self.max_batch = config.max_batch
         self.tokenizer = prepared.source.tokenizer()
@@ -59,6 +62,8 @@ class LoadedModel:
             self._predictor = run_history.predictor_of(
                 prepared.source.path.name, prepared.demand, prepared.plan, prepared.machine
             )
+            if draft is not None:
+                allocate_draft(self._loop, draft, ledger, self.tracer, memory)
             self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
             capacity_tokens = self._core.load.capacity_tokens
             self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens)
@@ -210,7 +215,8 @@ class LoadedModel:
     def _summary(self) -> RunSummary:
         core, homes = self._core, self._snapshot_reader.home_bytes
         return RunSummary(
-            *core.account(),
+            replace(core.accounts.prompt),
+            replace(core.accounts.generation),
             machine=self.prepared.machine,
             published_bytes=self.prepared.published_bytes,
             budget_bytes=self.plan.budgets[Tier.HOST],
@@ -224,7 +230,8 @@ class LoadedModel:
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
-            predicted=self._predictor.decoding(core.decoded),
+            predicted=self._predictor.decoding(core.accounts.decoded),
+            speculation=core.speculator.account.copy(),
         )
 
     def reset_summary(self) -> None:
@@ -236,8 +243,8 @@ class LoadedModel:
         first, self.closed = not self.closed, True
         self._loop.stop(self._core.close)
         if first:
-            core, name = self._core, self.prepared.source.path.name
-            run_history.keep(self._predictor, self.plan, name, core.decoded, core.prefilled)
+            accounts, name = self._core.accounts, self.prepared.source.path.name
+            run_history.keep(self._predictor, self.plan, name, accounts.decoded, accounts.prefilled)
         if self._timeline is not None:
             self._timeline.write(self.tracer.events())
             self._timeline.close()

@@ -39,6 +39,7 @@ RETIRED = {
 }
 # Options without a successor, and the value that says what now always holds.
 GONE = {"kv_select": "bound"}
+_DRAFT_TOKENS = 8
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
 
@@ -62,8 +63,12 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
-    draft_tokens          guesses that a step may end with for each sequence, and take back:
-                          recurrent state has a journal for so many
+    speculate             "auto" guesses next tokens by what the text said before, and verifies
+                          several in a step, where that changes no answer and takes less time; "mtp"
+                          also by the checkpoint's multi-token prediction layers, "draft=PATH" by a
+                          smaller model of the same tokenizer; "off" does not
+    draft_tokens          guesses that a step may end with for each sequence of a model with
+                          recurrent state, which has a journal for so many; 8 with "mtp" and "draft"
     kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to
                           host memory, or to the disk; None: all stay
     kv_host_memory_bytes  of host memory for those that do not; None: what is needed
@@ -122,6 +127,7 @@ class EngineConfig:
     prefetch_distance: int | None = None
     max_prefill_tokens: int | None = None
     max_batch: int = 16
+    speculate: str = "auto"
     draft_tokens: int = 0
     kv_gpu_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None
@@ -177,6 +183,8 @@ class EngineConfig:
         if "prefix_cache_dir" in values:
             values["prefix_cache_dir"] = Path(values["prefix_cache_dir"]).expanduser()
             values.setdefault("prefix_cache", True)
+        if values.get("speculate", "auto") not in ("auto", "off"):
+            values.setdefault("draft_tokens", _DRAFT_TOKENS)
         if "kv_quant" in values:
             values["kv_quant"] = _kv_quant(values["kv_quant"])
         if "gpu_id" in values:
@@ -265,6 +273,11 @@ def _check(values: dict[str, Any]) -> None:
     for name, allowed in choices.items():
         if name in values and values[name] not in allowed:
             raise ConfigError(f"{name}={values[name]!r}; choose one of {', '.join(allowed)}")
+    speculate = values.get("speculate", "auto")
+    if speculate not in ("auto", "off", "mtp") and not str(speculate).removeprefix("draft="):
+        raise ConfigError("speculate=draft= names no model: give a folder or a file behind it")
+    if speculate not in ("auto", "off", "mtp") and not str(speculate).startswith("draft="):
+        raise ConfigError(f"speculate={speculate!r}; choose one of auto, off, mtp, draft=PATH")
     least = {
         "context": 1,
         "prefetch_distance": 0,

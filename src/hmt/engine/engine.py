@@ -11,6 +11,7 @@ from hmt.contracts.plan import Tier
 from hmt.engine.api import LoadedModel
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import device_budget, open_devices
+from hmt.engine.loading.draft import prepare_draft
 from hmt.engine.loading.prepare import prepare
 from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
@@ -65,9 +66,12 @@ class Engine:
         """
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
         left = left if host_memory is None else min(left, host_memory)
-        room = self._device_left()
+        room, path = self._device_left(), located(path)
+        draft = prepare_draft(path, self.config, left)
+        if draft is not None:
+            left -= draft.host_bytes
         try:
-            prepared = prepare(located(path), self.config, left, self._device, room)
+            prepared = prepare(path, self.config, left, self._device, room)
         except BudgetError as error:
             taken = self._ledger.reserved_bytes(Tier.HOST)
             if not taken:
@@ -76,7 +80,7 @@ class Engine:
                 f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
                 "give the engine more host_memory"
             ) from error
-        model = LoadedModel(prepared, self.config, self._ledger, progress, self._devices)
+        model = LoadedModel(prepared, self.config, self._ledger, progress, self._devices, draft)
         self._models = [other for other in self._models if not other.closed]
         self._models.append(model)
         return model

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +22,10 @@ from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.outputs.constraints import UnsettledForms
 from hmt.engine.outputs.output_processor import OutputProcessor, PromptOutputRows, reported
-from hmt.engine.prediction_report import StepTotals
-from hmt.engine.run_summary import Phase
 from hmt.engine.scheduling.scheduler import Scheduler
 from hmt.engine.scheduling.sequence import PromptEnd, SequenceState
+from hmt.engine.speculation.opening import open_speculator
+from hmt.engine.step_accounts import StepAccounts
 from hmt.engine.teacher_forcing import TeacherForcing
 from hmt.kernels.ops import LogitStats
 
@@ -37,23 +38,33 @@ class EngineCore:
     """
 
     def __init__(
-        self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
+        self,
+        prepared: Prepared,
+        config: EngineConfig,
+        memory: Memory,
+        tracer: Tracer,
     ) -> None:
         self.memory = memory
         self._plan = prepared.plan
         self._spec = prepared.model.spec
         self._forms = UnsettledForms()
         border = self._spec.rotary_border
+
+        def scope(sequence: SequenceState) -> str:
+            return scope_of(sequence, border, shared=config.prefix_shared)
+
+        self.speculator = open_speculator(prepared, config, memory, scope, tracer)
         self.scheduler = Scheduler(
             memory.kv.allocator,
             max_prefill_tokens=prepared.plan.max_prefill_tokens,
             max_batch=config.max_batch,
             prefixes=memory.prefixes,
-            salt=lambda sequence: scope_of(sequence, border, shared=config.prefix_shared),
+            salt=scope,
             border=border,
             checkpoints=bool(self._spec.state_bytes) and memory.prefixes is not None,
             begin_answer=self._begin_answer,
             token_window=self._spec.token_window,
+            draft=self.speculator.draft,
         )
         self.runner = ModelRunner(prepared, config, memory, tracer)
         self._processors: dict[int, OutputProcessor] = {}  # by number, until they have ended
@@ -63,6 +74,7 @@ class EngineCore:
         self._tracer = tracer
         self.load = self.scheduler.load
         self.steps = 0
+        self.accounts = StepAccounts()
         self._warm_up()
         self.reset_account()
 
@@ -74,20 +86,15 @@ class EngineCore:
             return
         if not is_slow_at_first(memory.on_device.device.where):
             return
-        self.prompt, self.generation = Phase(), Phase()
         prompts = prompts_to_warm(self._plan, memory.kv.allocator.capacity_tokens)
         if not warm_up(self.logits, prompts, self._spec.vocab_size):
             self.runner.abandon()
         self.steps = 0
 
-    def account(self) -> tuple[Phase, Phase]:
-        """What prompts and answers have cost until now."""
-        return replace(self.prompt), replace(self.generation)
-
     def reset_account(self) -> None:
         """Count from zero."""
-        self.prompt, self.generation = Phase(), Phase()
-        self.decoded, self.prefilled = StepTotals(), StepTotals()
+        self.accounts = StepAccounts()
+        self.speculator.reset_account()
         self.runner.meter.lap(0.0)
 
     def advance(self) -> bool:
@@ -115,7 +122,7 @@ class EngineCore:
         processors = [self._processors[segment.request] for segment in output.segments]
         viewer = PromptOutputRows(output, self._processors) if output.shows_prompts else None
         try:
-            logits = self.runner.run(output, viewer)
+            logits = self.runner.run(*self.speculator.shown(output, viewer))
         except Exception as error:
             self.runner.abandon()
             for processor in processors:
@@ -139,21 +146,58 @@ class EngineCore:
         """
         for segment in output.segments:
             processor = self._processors[segment.request]
-            processor.state.computed += segment.length
+            processor.state.computed += segment.length - segment.drafts
             if processor.state.computed == processor.state.prompt_tokens:
                 processor.prompt_computed()
         forked: list[OutputProcessor] = []
         stats = self.runner.logit_stats or (None,) * len(logits)
-        for request, row, known in zip(output.sampled, logits, stats, strict=True):
-            processor = self._processors[request]
+        rows = zip(logits, stats, strict=True)
+        for segment in output.segments:
+            own = list(islice(rows, segment.num_logit_rows))
+            if not own:
+                continue
+            processor = self._processors[segment.request]
             if processor.state.computed == processor.state.prompt_tokens:
-                keep_end = partial(self._keep_end, row, known)
+                keep_end = partial(self._keep_end, *own[0])
                 states = self.scheduler.fork(processor.state, keep_end)
                 forked += (others := [self._processors[state.number] for state in states])
                 for other in others:
-                    other.advance(row, known)
-            processor.advance(row, known)
+                    other.advance(*own[0])
+            processor.advance(*own[0])
+            if segment.drafts:
+                self._verify(processor, segment.tokens[-segment.drafts :], own[1:])
+        self.speculator.observe(output, lambda request: self._processors[request].state)
         return forked
+
+    def _verify(
+        self,
+        processor: OutputProcessor,
+        drafts: Many[int],
+        rows: Many[tuple[torch.Tensor, LogitStats | None]],
+    ) -> None:
+        """Let a request choose by the rows behind guesses for as long as it chose these.
+
+        Each token is drawn as without guesses, from the same logits and with the same random
+        number, so that guesses change no answer.
+        """
+        accepted = 0
+        for draft, row in zip(drafts, rows, strict=True):
+            if processor.state.tokens[-1] != draft or not self._goes_on(processor):
+                break
+            accepted += 1
+            processor.state.computed += 1
+            processor.advance(*row)
+        if accepted < len(drafts):
+            self.scheduler.take_back(processor.state)
+        self.speculator.verified(processor.state, accepted)
+
+    def _goes_on(self, processor: OutputProcessor) -> bool:
+        """Whether a request may choose another token now."""
+        try:
+            return self._forms.is_settled(processor) and not processor.state.finished
+        except Exception as error:
+            processor.state.fail(reported(error))
+            return False
 
     def _keep_end(self, logits: torch.Tensor, known: LogitStats | None) -> PromptEnd:
         end = PromptEnd()
@@ -171,13 +215,9 @@ class EngineCore:
         self.steps += 1
         now = time.perf_counter()
         cost = self.runner.meter.lap(now - begin)
-        prompt, tokens = output.prompt_tokens, output.num_tokens
-        self._tracer.record("step", "host", 0, begin, now, (prompt, tokens - prompt))
-        # Tokens of one step share its reads and its time.
-        self.prompt.add(cost, prompt, tokens)
-        self.generation.add(cost, tokens - prompt, tokens)
-        totals = self.prefilled if prompt else self.decoded
-        totals.add(output, cost.seconds, cost.disk_bytes)
+        wrong = self.speculator.step_took(output, cost.seconds)
+        tokens = self.accounts.add(output, cost, wrong)
+        self._tracer.record("step", "host", 0, begin, now, tokens)
 
     def _settled(self, processor: OutputProcessor, error: Exception | None) -> None:
         """A request has ended by its form."""
@@ -189,6 +229,7 @@ class EngineCore:
     def _tell_ended(self) -> None:
         """Tell the owners of all that have ended since the last call."""
         for sequence in self.scheduler.take_ended():
+            self.speculator.ended(sequence)
             if (processor := self._processors.pop(sequence.number, None)) is not None:
                 processor.ended()
 
@@ -272,10 +313,10 @@ class EngineCore:
     def _run_alone(self, output: SchedulerOutput, is_prompt: bool) -> torch.Tensor:
         """The logits of a step that is no request's, which stay valid."""
         begin, tokens = time.perf_counter(), output.num_tokens
-        phase = self.prompt if is_prompt else self.generation
         output = replace(output, kv_operations=self.scheduler.kv.take())
         try:
             return self.runner.run(output).clone()
         finally:
             self.steps += 1
-            phase.add(self.runner.meter.lap(time.perf_counter() - begin), tokens, tokens)
+            cost = self.runner.meter.lap(time.perf_counter() - begin)
+            self.accounts.add_alone(cost, tokens, is_prompt=is_prompt)

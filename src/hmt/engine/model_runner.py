@@ -1,6 +1,7 @@
 """The model runner: from what the scheduler emits to logits."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -51,15 +52,19 @@ class ModelRunner:
         self.meter = StepMeter(memory, tracer, self.expert_prefetcher)
 
     def run(
-        self, output: SchedulerOutput, viewer: PromptOutputSource | None = None
+        self,
+        output: SchedulerOutput,
+        viewer: PromptOutputSource | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits f32 [rows, vocab] of the step's logit rows, valid until the next step.
 
         Appends the step's tokens to the KV, where sequences must have the places that its
-        `kv_operations` say.  `viewer` is shown its scored and its pooled rows.  Raises what
-        `Executor.run` raises; then `abandon` ends what it left open.
+        `kv_operations` say.  `viewer` is shown its scored and its pooled rows; `inputs` are
+        those of a Step.  Raises what `Executor.run` raises; then `abandon` ends what it left open.
         """
-        return self.executor.run(Step.build(output.segments, output.logit_rows), viewer)
+        step = Step.build(output.segments, output.logit_rows)
+        return self.executor.run(step if inputs is None else replace(step, inputs=inputs), viewer)
 
     @property
     def logit_stats(self) -> Sequence[LogitStats]:

@@ -7,6 +7,7 @@ from hmt.contracts.kv import KVAccount
 from hmt.contracts.machine import Machine
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.prediction_report import StepPrediction
+from hmt.engine.speculation.account import SpeculationAccount
 from hmt.memory import PoolStats
 
 _SURPRISE = 1.1  # more than this share of a measured rate means that it was measured badly
@@ -230,6 +231,7 @@ class RunSummary:
                           it; None without a prefix cache
     kv                    a KV cache over several tiers; None where all lies where layers compute
     predicted             what the plan predicted of the steps that were computed
+    speculation           what guesses of next tokens gave
     """
 
     prompt: Phase
@@ -248,6 +250,7 @@ class RunSummary:
     kv: KVAccount | None = None
     prefixes: dict[str, int] | None = None
     predicted: StepPrediction | None = None
+    speculation: SpeculationAccount = field(default_factory=SpeculationAccount)
 
     @property
     def bottleneck(self) -> Bottleneck | None:

@@ -1,3 +1,4 @@
 """Model families: one readable file each, in forward order."""
 
+from hmt.models.next_token import open_predictor
 from hmt.models.registry import open_model, supported_architectures, with_architecture

@@ -97,6 +97,11 @@ class Decoder(ABC, Model):
             if block.layer != TRUNK and block.kind is not BlockKind.EXPERT:
                 self._layer_blocks[block.layer].append(block)
 
+    @property
+    def final_norm_layer(self) -> RMSNorm:
+        """The norm in front of the head."""
+        return self._norm
+
     @abstractmethod
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
         """The blocks of layer `index`, in the order of use."""

@@ -129,7 +129,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     configuration that is wrong or asks for something that its family does not compute here.
     """
     try:
-        text = _text_part(config)
+        text = text_part(config)
         if text is not None:
             model = open_model(text, path, dtype)
             model.spec = replace(
@@ -153,7 +153,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
         ) from error
 
 
-def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The config.json of a multimodal model's language model; None where HMT has no such family."""
     text, kind = config.get("text_config"), f"{config.get('model_type')}_text"
     if text is None and (kind in _FLAT or (kind in _ALIKE and "vision_config" in config)):

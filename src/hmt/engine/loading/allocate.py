@@ -14,9 +14,9 @@ from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.loading.device import load_on_device
 from hmt.engine.loading.disk import spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
-from hmt.engine.loading.memory import Memory
+from hmt.engine.loading.memory import LoadedDraft, Memory
 from hmt.engine.loading.prefix_cache import open_prefixes
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepare import Prepared, PreparedDraft
 from hmt.hardware.machine import remembered
 from hmt.memory import Account, HostPool, Ledger, keep_freed_activations
 from hmt.memory.device import Device
@@ -129,6 +129,21 @@ def allocate_on(
         if loading.exception() is None:  # it had just ended
             loading.result().close()
         raise
+
+
+def allocate_draft(
+    loop: EngineThread, draft: PreparedDraft, ledger: Ledger, tracer: Tracer, memory: Memory
+) -> None:
+    """Load a small model beside the one that has `memory`, which holds it from now on.
+
+    Where that fails, `memory` is closed and the loop ends.
+    """
+    try:
+        own = allocate_on(loop, draft.prepared, draft.config, ledger, tracer, None, ())
+    except BaseException:
+        memory.close()
+        raise
+    memory.draft = LoadedDraft(draft.prepared, draft.config, own)
 
 
 def _leave_to_torch(activations: Account, stack: ExitStack) -> None:

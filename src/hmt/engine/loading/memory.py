@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 from hmt.contracts.kv import KVAccount
 from hmt.contracts.plan import Plan, Tier
+from hmt.engine.config import EngineConfig
 from hmt.engine.experts.trace import TraceWriter
 from hmt.engine.loading.device import OnDevice
+from hmt.engine.loading.prepare import Prepared
 from hmt.engine.run_summary import DeviceAccount, ExpertAccount
 from hmt.kvcache import AnyKV, SplitKVCache, TieredKV
 from hmt.kvcache.prefix import PrefixCache
@@ -27,6 +29,7 @@ class Memory:
     trace: TraceWriter | None = None
     on_devices: tuple[OnDevice, ...] = ()
     prefixes: PrefixCache | None = None
+    draft: "LoadedDraft | None" = None
 
     @property
     def on_device(self) -> OnDevice | None:
@@ -34,8 +37,11 @@ class Memory:
         return self.on_devices[0] if self.on_devices else None
 
     def used_bytes(self) -> dict[str, int]:
-        """Bytes of host memory in use now, by purpose."""
-        return {account.purpose: account.used_bytes for account in self.accounts}
+        """Bytes of host memory in use now, by purpose; those of a small model are "draft"."""
+        used = {account.purpose: account.used_bytes for account in self.accounts}
+        if self.draft is not None:
+            used["draft"] = sum(self.draft.memory.used_bytes().values())
+        return used
 
     def pool_stats(self) -> tuple[PoolStats, ...]:
         """What the pools that may hold anything hold now."""
@@ -74,4 +80,15 @@ class Memory:
 
     def close(self) -> None:
         """Free it all."""
+        if self.draft is not None:
+            self.draft.memory.close()
         self.closing.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDraft:
+    """A small model in memory, which guesses tokens for another, and the options of its own."""
+
+    prepared: Prepared
+    config: EngineConfig
+    memory: Memory

@@ -49,6 +49,19 @@ class Prepared:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedDraft:
+    """A small model that guesses for another, and the options that are its own."""
+
+    prepared: Prepared
+    config: EngineConfig
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the budget, what it takes."""
+        return sum(self.prepared.plan.reserved.values())
+
+
 def prepare(
     path: Path,
     config: EngineConfig,
@@ -64,6 +77,18 @@ def prepare(
     source = open_source(path)
     dtype = dtype_for(config, source, on_gpu=is_gpu(device))
     model = open_model(source.config, source.path, dtype)
+    return prepare_model(source, model, config, host_bytes, device, device_bytes)
+
+
+def prepare_model(
+    source: Source,
+    model: Model,
+    config: EngineConfig,
+    host_bytes: int | None = None,
+    device: Device | None = None,
+    device_bytes: int = 0,
+) -> Prepared:
+    """`prepare` for a model whose tensors a checkpoint has."""
     weights = source.weights(
         model.spec, config.quantization, exact_activations=config.activations == "exact"
     )
@@ -77,7 +102,7 @@ def prepare(
         device_bytes,
         kv_budgets(config),
     )
-    machine = machine_for(path)
+    machine = machine_for(source.path)
     if device is not None:
         machine = with_device(machine, device, usual_format(weights.layouts))
     machine = on_numa_nodes(machine, config.numa, options.host_bytes)

@@ -24,6 +24,20 @@ class UnsettledForms:
         if output.unsettled is not None and not output.state.finished:
             self._new.append(output)
 
+    def is_settled(self, output: OutputProcessor) -> bool:
+        """Whether it waits for no form, after a moment for that.  It may end with its form.
+
+        Raises RequestError where the form does.
+        """
+        if output.unsettled is None:
+            return True
+        if output.constraint is not None:
+            output.constraint.wait(_GRACE_S)
+            if not output.constraint.ready:
+                return False
+        output.settle()
+        return True
+
     def settle(self, ended: Callable[[OutputProcessor, Exception | None], None]) -> None:
         """Let all go on whose form is ready, after a moment for new ones.
 

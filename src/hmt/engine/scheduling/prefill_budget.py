@@ -37,3 +37,16 @@ def split_prefill_budget(left: Sequence[tuple[int, int]], budget: int) -> list[i
         rest -= give(number, rest)
     give(0, rest)
     return counts
+
+
+def to_border(computed: int, tokens: int, count: int, interval: int) -> int:
+    """Of the next `count` tokens of a prompt, those up to where a step is to begin, if any.
+
+    That is at its last border of a page, and at multiples of `interval`.
+
+    computed, tokens   of the prompt, until now and in all
+    """
+    border = (tokens - 1) // PAGE_TOKENS * PAGE_TOKENS
+    left = border - computed
+    next_multiple = interval - computed % interval
+    return min(left if left > 0 else count, next_multiple, count)

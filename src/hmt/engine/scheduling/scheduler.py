@@ -14,15 +14,12 @@ from hmt.engine.scheduling.choices import Choices
 from hmt.engine.scheduling.kv_operations import KVOperationLog
 from hmt.engine.scheduling.kv_reservation import KVReservation
 from hmt.engine.scheduling.output_length import OutputLengthEstimate
-from hmt.engine.scheduling.prefill_budget import split_prefill_budget
+from hmt.engine.scheduling.prefill_budget import split_prefill_budget, to_border
 from hmt.engine.scheduling.request_queue import RequestQueue, Taken
-from hmt.engine.scheduling.sequence import Load, PromptEnd, SequenceState
+from hmt.engine.scheduling.sequence import Load, PromptEnd, SequenceState, by_rank
 from hmt.kvcache import KVAllocator, checkpoint_interval
 from hmt.kvcache.prefix import PrefixCache
 
-# Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
-# stays: so all end.
-_MAX_PREEMPTIONS = 2
 _AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by where there are enough
 
 
@@ -59,6 +56,7 @@ class Scheduler:
         checkpoints: bool = False,
         begin_answer: Callable[[SequenceState, PromptEnd], None] = lambda sequence, end: None,
         token_window: int = 0,
+        draft: Callable[[SequenceState, int, int], tuple[int, ...]] = lambda *_: (),
     ) -> None:
         """A step holds `max_prefill_tokens` of prompts at most, and one of each other request.
 
@@ -70,6 +68,8 @@ class Scheduler:
                    of `checkpoint_interval`: there recurrent state is kept for others
         token_window   of the model
         begin_answer   chooses the first token of a sequence by the logits of another's prompt
+        draft      guesses of a sequence's next tokens, at most so many, in a step of so many
+                   sequences that reads no prompt
         """
         self.kv = KVOperationLog(kv)
         self._allocator = kv
@@ -82,6 +82,7 @@ class Scheduler:
         self._begin_first = begin_answer
         self._checkpoints = checkpoints
         self._token_window = token_window
+        self._draft = draft
         self._full = False  # since the last sequence came or ended
         self._waiting: RequestQueue[SequenceState] = RequestQueue()
         self._running: list[SequenceState] = []
@@ -157,10 +158,13 @@ class Scheduler:
         )
         if self._checkpoints:
             most = checkpoint_interval(self._chunk)
-            shares = [_to_border(s, n, most) for s, n in zip(reading, shares, strict=True)]
+            shares = [
+                to_border(s.computed, len(s.tokens), n, most)
+                for s, n in zip(reading, shares, strict=True)
+            ]
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         segments = [
-            self._segment(sequence, count)
+            self._segment(sequence, count, () if reading else self._drafts(sequence, len(running)))
             for sequence in running
             if (count := counts.get(sequence.number, 1))
         ]
@@ -169,26 +173,43 @@ class Scheduler:
         self._batches[len(segments)] += 1
         return SchedulerOutput(tuple(segments), sum(shares), self.kv.take())
 
-    def _segment(self, sequence: SequenceState, count: int) -> SegmentRequest:
-        """The next `count` tokens of a sequence."""
+    def _drafts(self, sequence: SequenceState, sequences: int) -> tuple[int, ...]:
+        """Guesses of what follows a sequence that decodes, for which it has places already."""
+        end = len(sequence.tokens)
+        room = min(sequence.reserved_tokens, sequence.max_total_tokens - 1)
+        border = self._border
+        if border is not None and not border.gradual and sequence.whole <= border.positions:
+            room = min(room, border.positions)  # what is behind it is computed again
+        return self._draft(sequence, room - end, sequences) if room > end else ()
+
+    def _segment(
+        self, sequence: SequenceState, count: int, drafts: tuple[int, ...]
+    ) -> SegmentRequest:
+        """The next `count` tokens of a sequence, and guesses behind them."""
         assert sequence.kv is not None
         first, last = sequence.computed, sequence.computed + count
-        if last > sequence.reserved_tokens:  # kernels would write beside its pages
+        if last + len(drafts) > sequence.reserved_tokens:  # kernels would write beside its pages
             raise AssertionError("a step has more positions than were reserved")
         scored, pooled = sequence.prompt_output_rows(first, count)
         return SegmentRequest(
             sequence.kv,
             first,
-            sequence.tokens[first:last],
-            int(last == len(sequence.tokens) and sequence.wants_tokens),
+            [*sequence.tokens[first:last], *drafts],
+            len(drafts) + int(last == len(sequence.tokens) and sequence.wants_tokens),
             sequence.max_total_tokens,
             sequence.reserved_tokens,
             scored,
             pooled,
             sequence.whole,
             sequence.number,
+            len(drafts),
             preceding=tuple(sequence.tokens[max(0, first - self._token_window) : first]),
         )
+
+    def take_back(self, sequence: SequenceState) -> None:
+        """Let a sequence hold no more than what counts as computed: the rest were guesses."""
+        assert sequence.kv is not None
+        self.kv.rollback(sequence.kv, sequence.computed)
 
     def take_ended(self) -> list[SequenceState]:
         """Those that were retired since the last call, in order."""
@@ -272,7 +293,7 @@ class Scheduler:
     def _grow(self) -> bool:
         """Find room for the next token of all that run; whether a sequence was sent back for it."""
         before = self._dropped
-        for sequence in sorted(self._running, key=_rank):
+        for sequence in sorted(self._running, key=by_rank):
             needed = len(sequence.tokens)
             if sequence not in self._running or sequence.reserved_tokens >= needed:
                 continue
@@ -284,18 +305,18 @@ class Scheduler:
 
     def _give_up_some(self) -> None:
         """Free a page or more of those who rank lowest."""
-        ranked = sorted(self._running, key=_rank, reverse=True)
-        if any(self._rooms.shrink(one, 1) for one in ranked if not _is_settled(one)):
+        ranked = sorted(self._running, key=by_rank, reverse=True)
+        if any(self._rooms.shrink(one, 1) for one in ranked if not one.stays):
             return
         if waiting := self._put_aside():
             self._drop(waiting[0])
         else:
-            self._send_back(next(one for one in ranked if not _is_settled(one)), park=False)
+            self._send_back(next(one for one in ranked if not one.stays), park=False)
 
     def _put_aside(self) -> list[SequenceState]:
         """Those that wait and hold KV pages, who rank lowest first."""
         there = [one for one in self._waiting if one.kv is not None]
-        return sorted(there, key=_rank, reverse=True)
+        return sorted(there, key=by_rank, reverse=True)
 
     def _send_back(self, sequence: SequenceState, *, park: bool) -> None:
         """Let a sequence that runs wait again, and go on later."""
@@ -439,7 +460,7 @@ class Scheduler:
         if priority is None:
             return []
         lower = [one for one in self._running if one.priority < priority]
-        return sorted((one for one in lower if not _is_settled(one)), key=_rank, reverse=True)
+        return sorted((one for one in lower if not one.stays), key=by_rank, reverse=True)
 
     def _is_ready(self, sequence: SequenceState) -> bool:
         """False while another computes its prompt, or while others need what it keeps of it."""
@@ -458,7 +479,7 @@ class Scheduler:
 
     def _expected(self, sequence: SequenceState) -> int:
         """Positions that a sequence is expected to take, or that are reserved for it anyway."""
-        if _is_settled(sequence) or sequence.fixed_length:
+        if sequence.stays or sequence.fixed_length:
             return sequence.max_total_tokens
         prompt, tokens = sequence.prompt_tokens, len(sequence.tokens)
         longest = sequence.max_total_tokens - prompt
@@ -470,24 +491,3 @@ class Scheduler:
         return PAGE_TOKENS * sum(
             one.reserved_tokens < one.max_total_tokens for one in self._running
         )
-
-
-def _to_border(sequence: SequenceState, count: int, interval: int) -> int:
-    """Of the next `count` tokens of a prompt, those up to where a step is to begin, if any.
-
-    That is at its last border of a page, and at multiples of `interval`.
-    """
-    border = (len(sequence.tokens) - 1) // PAGE_TOKENS * PAGE_TOKENS
-    left = border - sequence.computed
-    next_multiple = interval - sequence.computed % interval
-    return min(left if left > 0 else count, next_multiple, count)
-
-
-def _rank(sequence: SequenceState) -> tuple[int, int]:
-    """By which those that run give way: the largest first."""
-    return -sequence.priority, sequence.number
-
-
-def _is_settled(sequence: SequenceState) -> bool:
-    """Whether it has given way often enough."""
-    return sequence.preemptions >= _MAX_PREEMPTIONS

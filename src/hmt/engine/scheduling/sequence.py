@@ -9,6 +9,9 @@ from hmt.contracts.request import FinishReason, Pooling
 from hmt.engine.scheduling.batch_limit import MemoryPressure
 
 _numbers = itertools.count(1)
+# Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
+# stays: so all end.
+_MAX_PREEMPTIONS = 2
 
 
 class PromptEnd:
@@ -86,6 +89,11 @@ class SequenceState:
         return self.finish_reason is not None
 
     @property
+    def stays(self) -> bool:
+        """Whether it has given way often enough."""
+        return self.preemptions >= _MAX_PREEMPTIONS
+
+    @property
     def answered(self) -> int:
         """Tokens of the answer until now."""
         return len(self.tokens) - self.prompt_tokens
@@ -122,6 +130,11 @@ class SequenceState:
         """End, since the client does not want the rest."""
         if not self.finished:
             self.finish_reason = FinishReason.CANCELLED
+
+
+def by_rank(sequence: SequenceState) -> tuple[int, int]:
+    """By which those that run give way: the largest first."""
+    return -sequence.priority, sequence.number
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class Fallback(Model):
             ignored=ignored_names(self._tree.model),
             uncaptured=UNCAPTURED,
             together=False,
+            exact_runs=False,
             remarks=(REMARK,),
             rotary_border=self._border,
         )

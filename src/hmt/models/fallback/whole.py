@@ -112,6 +112,7 @@ class WholeForward(Model):
             ignored=whole.ignored,
             uncaptured=UNCAPTURED,
             together=False,
+            exact_runs=False,
             remarks=(REMARK, _ALONE),
             rotary_border=self._border,
             state=states if any(states) else (),

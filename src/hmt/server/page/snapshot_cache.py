@@ -104,7 +104,7 @@ class SnapshotCache:
         )
         # Steps that end in a window may have begun before it.
         share = min(1.0, seconds * per) / seconds if seconds else 0.0
-        machine = summary.machine
+        machine, guesses = summary.machine, summary.speculation
         gpu = "" if machine.device is None else machine.device.name
         return state.Engine(
             age_s=time.perf_counter() - now.at_s,
@@ -135,6 +135,9 @@ class SnapshotCache:
                 *(sum(getattr(one, n) for one in totals) for n in ("hits", "pending", "misses"))
             ),
             prefixes=summary.prefixes,
+            speculation=state.Speculation(
+                guesses.steps, guesses.tokens, guesses.proposed, guesses.accepted
+            ),
             experts=None if now.experts is None else _experts(now.experts),
             bottleneck=self._limit_of(now),
         )

@@ -141,6 +141,16 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """Guesses of next tokens: steps that verified any, what these gave, guesses, right ones."""
+
+    steps: int
+    tokens: int
+    proposed: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """The engine, as of `age_s` ago; `window_s`: the time since the look before."""
 
@@ -154,6 +164,7 @@ class Engine:
     kv: Keys
     reads: Reads
     prefixes: dict[str, int] | None
+    speculation: Speculation
     experts: Experts | None
     bottleneck: Limit | None
 

@@ -223,7 +223,7 @@ function flow({ stream, meter, now, ceiling, element }, link) {
 
 // What is not drawn
 
-function showFacts(model, { tokens, kv, reads, prefixes, machine, links }) {
+function showFacts(model, { tokens, kv, reads, prefixes, speculation, machine, links }) {
   const facts = [];
   facts.push(["Tokens", `${grouped(tokens.generation)} of answers, ${grouped(tokens.prompt)} of prompts`]);
   for (const link of links.filter((one) => one.total_bytes)) {
@@ -238,6 +238,10 @@ function showFacts(model, { tokens, kv, reads, prefixes, machine, links }) {
     facts.push([`Pages ${where}`, `${grouped(kv.level_held_pages[level] ?? 0)} of ${grouped(pages)}`]);
   }
   if (prefixes) facts.push(["Prompts that began alike", `${counted(prefixes.hit_tokens, "token")} not computed again`]);
+  if (speculation.proposed) {
+    const right = `${percent(speculation.accepted / speculation.proposed)} of ${grouped(speculation.proposed)} right`;
+    facts.push(["Guessed tokens", `${right}, ${(speculation.tokens / speculation.steps).toFixed(1)} tokens a step`]);
+  }
   facts.push(["Process", `${bytes(machine.peak_rss_bytes)} at its peak`]);
   if (machine.name) facts.push(["Machine", machine.name]);
   const list = byId("facts");

@@ -1,0 +1,45 @@
+"""The command `speculation`: decoding with and without guesses of next tokens."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hmt.cli.console import notes
+from hmt.cli.formatting import file_to_write
+from hmt.cli.options import ModelArgument, choose_model
+
+
+def speculation(
+    model: ModelArgument = None,
+    ways: Annotated[
+        str, typer.Option(help="Values of --speculate; the first is what others are compared with.")
+    ] = "off,auto",
+    host_memory: Annotated[str, typer.Option(help="Of each of them.")] = "2GiB",
+    tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 5,
+    context: Annotated[int, typer.Option(min=64, help="Positions.")] = 1024,
+    json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
+) -> None:
+    """Decoding with and without speculation, by turns, on texts of several kinds."""
+    from hmt.cli.formatting import write_json
+    from hmt_bench.speculation import run
+
+    options: dict[str, Any] = {"host_memory": host_memory, "context": context}
+    with notes().status("starting") as status:
+        content = run(
+            choose_model(model), ways.split(","), options, tokens=tokens, rounds=rounds,
+            progress=status.update,
+        )  # fmt: skip
+    table = Table(title=f"{content['model']}, {host_memory}", title_justify="left", box=None)
+    for number, name in enumerate(("", "", "tokens/s", "ratio", "tokens/step", "accepted")):
+        table.add_column(name, justify="right" if number > 1 else "left")
+    for one in content["results"]:
+        table.add_row(
+            one["text"], one["way"], f"{one['tokens_per_s']:.1f}", f"{one['ratio']:.2f}",
+            f"{one['tokens_per_step']:.2f}", f"{one['accepted']} of {one['proposed']}",
+        )  # fmt: skip
+    Console(highlight=False).print(table)
+    write_json(content, json)

@@ -1,0 +1,83 @@
+"""Loading's part for speculation: the small model that guesses, in a share of the budget."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Final
+
+from hmt.base.errors import BudgetError, ConfigError
+from hmt.engine.config import EngineConfig
+from hmt.engine.loading.demand import dtype_for
+from hmt.engine.loading.prepare import Prepared, PreparedDraft, prepare, prepare_model
+from hmt.engine.loading.source import open_source
+from hmt.formats import located
+from hmt.models import open_predictor
+from hmt.text import Tokenizer
+
+_SHARE: Final = 4  # of the budget, a guessing model may have one of so many parts
+_KEPT: Final = (
+    "host_memory_bytes", "quantization", "dtype", "activations", "executor", "context",
+    "max_prefill_tokens", "max_batch", "threads", "numa", "disk_reader", "disk_depth",
+    "disk_chunk_bytes", "verify_reads", "check_weights", "spill_dir", "expert_cache_policy",
+)  # fmt: skip
+
+
+def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> PreparedDraft | None:
+    """The small model that guesses for the one in `path`; None: none was asked for.
+
+    host_bytes   that are left for both
+
+    Raises ConfigError where there is none or it does not suit, else as `prepare`.
+    """
+    kept = {name: getattr(config, name) for name in _KEPT}
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    own = replace(config, **{**defaults, **kept, "speculate": "off"})
+    way, _, folder = config.speculate.partition("=")
+    try:
+        if way == "mtp":
+            return PreparedDraft(_prepare_predictor(path, own, host_bytes // _SHARE), own)
+        if way == "draft":
+            draft = _prepare_model(path, Path(folder), own, host_bytes // _SHARE)
+            return PreparedDraft(draft, own)
+    except BudgetError as error:
+        raise BudgetError(
+            f"what guesses tokens (speculate={config.speculate}) may have 1/{_SHARE} of the "
+            f"budget: {error}"
+        ) from error
+    return None
+
+
+def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Prepared:
+    source = open_source(path)
+    model = open_predictor(source.config, source.path, dtype_for(config, source, on_gpu=False))
+    if model is None or source.pack is not None or source.checkpoint.vocabulary is not None:
+        raise ConfigError(
+            f"speculate=mtp, but {path} has no multi-token prediction layers that HMT runs "
+            "(safetensors of DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5): leave it out"
+        )
+    return prepare_model(source, model, config, host_bytes)
+
+
+def _prepare_model(path: Path, folder: Path, config: EngineConfig, host_bytes: int) -> Prepared:
+    draft = prepare(located(folder), config, host_bytes)
+    if draft.model.spec.state_bytes:
+        raise ConfigError(
+            f"speculate=draft={folder}, but layers of {draft.model.spec.architecture} have "
+            "recurrent state, which does not go back by a token: choose a model with attention only"
+        )
+    own, other = open_source(path).tokenizer(), draft.source.tokenizer()
+    if not _alike(own, other):
+        raise ConfigError(
+            f"speculate=draft={folder}, but its tokens are not those of {path}: choose a smaller "
+            "model of the same family"
+        )
+    return draft
+
+
+def _alike(own: Tokenizer, other: Tokenizer) -> bool:
+    """Whether both give the same numbers to the same tokens.
+
+    Sizes may differ by what is only padded.
+    """
+    count = min(own.vocab_size, other.vocab_size)
+    sampled = range(0, count, max(1, count // 2000))
+    return all(own.token_bytes(n) == other.token_bytes(n) for n in sampled)

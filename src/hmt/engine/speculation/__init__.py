@@ -1,0 +1,1 @@
+"""Speculative decoding: guesses of the next tokens, and whether they are worth a step's time."""

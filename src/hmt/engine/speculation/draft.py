@@ -1,0 +1,56 @@
+"""What a proposer gives: tokens that may come next."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+# Whether a guess of this class, behind those that were asked about before, is worth verifying.
+Worth = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may follow a sequence, in order.
+
+    classes   of each token, what its acceptance is counted under: tokens of one class are accepted
+              about equally often, given that those before them were
+    """
+
+    tokens: tuple[int, ...] = ()
+    classes: tuple[str, ...] = ()
+
+
+class Proposer(Protocol):
+    """Guesses how sequences go on.  For the engine's thread.
+
+    needs_hidden   whether `observe` wants the hidden states of all tokens
+    is_slow        whether guessing takes time, also where nothing is worth verifying then
+    """
+
+    needs_hidden: bool
+    is_slow: bool
+
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
+        """At most `most` tokens that may follow `tokens`, which only grow from call to call.
+
+        number   of the request
+        scope    requests of other scopes must learn nothing of its tokens
+        worth    is asked about each token in turn; the first that is not worth it ends the draft
+        """
+        ...
+
+    def observe(self, number: int, tokens: Sequence[int], start: int, hidden: torch.Tensor) -> None:
+        """A request's tokens from `start` on were computed and stay.
+
+        hidden   f32 [tokens, hidden_size] of these, behind the final norm
+        tokens   all of the request
+        """
+        ...
+
+    def ended(self, number: int) -> None:
+        """The request has ended; not every one was asked about."""
+        ...

@@ -1,0 +1,109 @@
+"""A small model that guesses for a large one: its sequences, beside those of the large one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hmt.base.units import round_up
+from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.step import SchedulerOutput, SegmentRequest
+from hmt.engine.model_runner import ModelRunner
+from hmt.kvcache import KVAllocator
+
+_AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What the model holds of a request: a sequence in its KV cache, and the tokens in it."""
+
+    kv: int
+    reserved: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class _LastHidden:
+    """Implements PromptOutputSource: keeps the hidden state of the last row."""
+
+    def __init__(self) -> None:
+        self.row = torch.empty(0)
+
+    def logits(self, first: int, logits: Tensor) -> None:
+        """None is asked for."""
+
+    def hidden(self, first: int, hidden: Tensor) -> None:
+        """See PromptOutputSource."""
+        self.row = hidden[-1].clone()
+
+
+class DraftModel:
+    """Runs a small model for requests of the large one.  For the engine's thread.
+
+    Its KV cache may be too small for a request: then nothing is guessed for that one.
+    """
+
+    def __init__(self, runner: ModelRunner, kv: KVAllocator, chunk: int) -> None:
+        """`chunk` tokens at most are computed in a step."""
+        self._runner, self._kv, self._chunk = runner, kv, chunk
+        self._sequences: dict[int, _Sequence] = {}
+
+    def tokens(self, number: int) -> list[int]:
+        """What it has computed of a request."""
+        held = self._sequences.get(number)
+        return held.tokens if held is not None else []
+
+    def keep(self, number: int, count: int) -> None:
+        """Let it hold no more than the first `count` tokens of a request."""
+        held = self._sequences.get(number)
+        if held is not None and count < len(held.tokens):
+            self._kv.rollback(held.kv, count)
+            del held.tokens[count:]
+
+    def feed(
+        self, number: int, tokens: Sequence[int], inputs: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute `tokens` behind those of a request.
+
+        inputs   [tokens, hidden_size]: hidden states that come in beside the tokens
+
+        Returns logits f32 [vocab] and, with `inputs`, the hidden state f32 [hidden_size] of the
+        last one; None where the cache has no room.  Raises DiskReadError or NumericsError.
+        """
+        held = self._room(number, len(tokens))
+        if held is None:
+            return None
+        last, logits = _LastHidden(), torch.empty(0)
+        for first in range(0, len(tokens), self._chunk):
+            part = list(tokens[first : first + self._chunk])
+            segment = SegmentRequest(
+                held.kv, len(held.tokens), part, int(first + len(part) == len(tokens)),
+                reserved_tokens=held.reserved, num_pooled=int(inputs is not None),
+            )  # fmt: skip
+            rows = None if inputs is None else inputs[first : first + len(part)]
+            output = SchedulerOutput((segment,))
+            logits = self._runner.run(output, None if inputs is None else last, rows)
+            held.tokens += part
+        return logits[0], last.row
+
+    def close(self, number: int) -> None:
+        """A request has ended."""
+        if (held := self._sequences.pop(number, None)) is not None:
+            self._kv.close(held.kv)
+
+    def _room(self, number: int, count: int) -> _Sequence | None:
+        """The request's sequence with room for `count` more tokens; None: there is none."""
+        held = self._sequences.get(number)
+        needed = count if held is None else len(held.tokens) + count
+        positions = round_up(needed + _AHEAD, PAGE_TOKENS)
+        if held is None:
+            if not self._kv.can_open(positions):
+                return None
+            held = self._sequences[number] = _Sequence(self._kv.open(positions), positions)
+        elif needed > held.reserved:
+            if not self._kv.can_grow(held.kv, positions):
+                return None
+            self._kv.grow(held.kv, positions)
+            held.reserved = positions
+        return held

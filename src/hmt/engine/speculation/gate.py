@@ -1,0 +1,159 @@
+"""Whether guesses are worth verifying: tokens that they may give against time that they cost."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from hmt.engine.speculation.draft import Draft, Worth
+
+_FORGET: Final = 0.95  # of what is known of steps' times, for each step
+_FORGET_CLASS: Final = 0.98  # of what is known of a class of guesses, for each that was verified
+_RETURN: Final = 0.995  # the same for each guess that was not worth it: so it is tried again
+_ASSUMED: Final = 0.5, 4.0  # share of guesses of a new class that are accepted; weight of that
+_FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured
+_TRIAL_STEPS: Final = 12  # with guesses, before they are judged
+_PAUSE_STEPS: Final = 64  # without any, after a loss; twice as many after the next
+_LONGEST_PAUSE: Final = 2048
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """A line through the times of steps by their number of tokens; older steps count less."""
+
+    weight: float = 0.0
+    tokens: float = 0.0  # these are means
+    seconds: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step was measured."""
+        self.weight = self.weight * _FORGET + 1
+        share = 1 / self.weight
+        more, longer = tokens - self.tokens, seconds - self.seconds
+        self.tokens += share * more
+        self.seconds += share * longer
+        self.variance = (1 - share) * (self.variance + share * more * more)
+        self.covariance = (1 - share) * (self.covariance + share * more * longer)
+
+    @property
+    def per_token(self) -> float:
+        """Seconds that a token more takes; assumed where all steps had as many."""
+        mean = self.seconds / max(1.0, self.tokens)
+        if self.variance < 0.01:
+            return _FIRST_COST * mean
+        return min(max(self.covariance / self.variance, 0.01 * mean), mean)
+
+    def of(self, tokens: float) -> float:
+        """Seconds that a step of so many tokens takes."""
+        at_least = 0.1 * self.seconds
+        return max(at_least, self.seconds + (tokens - self.tokens) * self.per_token)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How often guesses of one class are accepted, given that those before them were."""
+
+    accepted: float = _ASSUMED[0] * _ASSUMED[1]
+    tried: float = _ASSUMED[1]
+
+    def add(self, accepted: bool) -> None:
+        """One was verified."""
+        self.accepted = self.accepted * _FORGET_CLASS + accepted
+        self.tried = self.tried * _FORGET_CLASS + 1
+
+    def drift(self) -> None:
+        """None was verified: what is assumed counts more."""
+        share, weight = _ASSUMED
+        self.accepted += (1 - _RETURN) * (share * weight - self.accepted)
+        self.tried += (1 - _RETURN) * (weight - self.tried)
+
+    @property
+    def rate(self) -> float:
+        """Share that is accepted."""
+        return self.accepted / self.tried
+
+
+@dataclass(slots=True)
+class _Speed:
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens = self.tokens * _FORGET + tokens
+        self.seconds = self.seconds * _FORGET + seconds
+        self.steps += 1
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass(slots=True)
+class SpeculationGate:
+    """Chooses how many guesses a step verifies, by measured times and measured acceptance.
+
+    A guess is worth it where the tokens that it adds on average, for each second that it adds, are
+    more than the step gives for each second without it: then tokens per second rise.  Where steps
+    with guesses turn out slower by token than those without, there are none for some steps.
+    """
+
+    times: StepTimes = field(default_factory=StepTimes)
+    classes: dict[str, Acceptance] = field(default_factory=dict)
+    _plain: _Speed = field(default_factory=_Speed)
+    _guessing: _Speed = field(default_factory=_Speed)
+    _pause: int = _PAUSE_STEPS
+    _paused: int = 0  # steps that are left of it
+
+    @property
+    def is_open(self) -> bool:
+        """Whether guesses are wanted at all: not during a pause, nor before a step was timed."""
+        return not self._paused and self.times.weight > 1
+
+    def worth(self, sequences: int, others: int) -> Worth:
+        """What chooses the guesses for a sequence, one after the other.
+
+        sequences   that get a token in the step
+        others      guesses that it verifies already, of other sequences
+        """
+        per_token = self.times.per_token
+        seconds = self.times.of(sequences + others)
+        expected, likely = float(sequences), 1.0
+
+        def is_worth(name: str) -> bool:
+            nonlocal seconds, expected, likely
+            known = self._class(name)
+            if likely * known.rate * seconds <= expected * per_token:
+                if likely == 1:
+                    known.drift()
+                return False
+            likely *= known.rate
+            expected += likely
+            seconds += per_token
+            return True
+
+        return is_worth
+
+    def verified(self, draft: Draft, accepted: int) -> None:
+        """The first `accepted` tokens of a draft were right; it is not known of all behind them."""
+        for number, name in enumerate(draft.classes[: accepted + 1]):
+            self._class(name).add(number < accepted)
+
+    def step_took(self, tokens: int, emitted: int, seconds: float, *, guessing: bool) -> None:
+        """A step of `tokens` tokens, guesses included, gave `emitted` ones.
+
+        guessing   whether time went into guesses, be it that they were verified or made
+        """
+        self.times.add(tokens, seconds)
+        (self._guessing if guessing else self._plain).add(emitted, seconds)
+        self._paused = max(0, self._paused - 1)
+        if self._guessing.steps < _TRIAL_STEPS or not self._plain.seconds:
+            return
+        if self._guessing.rate < self._plain.rate:
+            self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        else:
+            self._pause = _PAUSE_STEPS
+        self._guessing = _Speed()
+
+    def _class(self, name: str) -> Acceptance:
+        return self.classes.setdefault(name, Acceptance())

@@ -1,0 +1,178 @@
+"""Proposers that ask a small model: another checkpoint, or multi-token prediction layers.
+
+A model's guesses are counted by how likely it calls them, which is what the gate chooses their
+number by.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hmt.engine.speculation.draft import Draft, Proposer, Worth
+from hmt.engine.speculation.draft_model import DraftModel
+
+_MOST_PENDING: Final = 64  # hidden states that wait for a step of several
+_BORDERS: Final = (0.3, 0.5, 0.7, 0.85, 0.95)  # of likelihood, between classes
+
+
+class DraftModelProposer(Proposer):
+    """Asks a smaller model with the same tokens what comes next, greedily."""
+
+    needs_hidden = False
+    is_slow = True
+
+    def __init__(self, model: DraftModel, vocab_size: int) -> None:
+        """`vocab_size` of the model that verifies: the other one may have more tokens."""
+        self._model, self._vocab_size = model, vocab_size
+
+    @override
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
+        known = self._model.tokens(number)
+        # It has computed the last token's predecessors at most, and guesses behind these.
+        common = min(len(known), len(tokens) - 1)
+        while known[:common] != list(tokens[:common]):
+            common -= 1
+        self._model.keep(number, common)
+        found = self._model.feed(number, tokens[common:])
+        chosen, classes = list[int](), list[str]()
+        while found is not None:
+            token, name = likeliest(found[0], "draft")
+            if token >= self._vocab_size or not worth(name):
+                break
+            chosen.append(token)
+            classes.append(name)
+            if len(chosen) == most:
+                break
+            found = self._model.feed(number, [token])
+        return Draft(tuple(chosen), tuple(classes))
+
+    @override
+    def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
+        """It looks at tokens alone."""
+
+    @override
+    def ended(self, number: int) -> None:
+        self._model.close(number)
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """Of a request: hidden states that wait for the token behind each, f32 [n, hidden_size].
+
+    fed    pairs that the layers have computed and that stay
+    """
+
+    first: int = 0
+    hidden: list[Tensor] = field(default_factory=list)
+    fed: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position behind the last of them."""
+        return self.first + sum(map(len, self.hidden))
+
+
+class NextTokenProposer(Proposer):
+    """Asks a checkpoint's own multi-token prediction layers.
+
+    They compute from a token and the hidden state of the one before it, and then from their own
+    hidden states (DeepSeek-V3's technical report, section 2.2).  Tokens that the prefix cache had
+    computed are unknown to them, which makes guesses worse at first and changes no answer.
+    """
+
+    needs_hidden = is_slow = True
+
+    def __init__(self, model: DraftModel, vocab_size: int) -> None:
+        """`vocab_size` of the model that verifies."""
+        self._model, self._vocab_size = model, vocab_size
+        self._pairs: dict[int, _Pairs] = {}
+
+    @override
+    def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
+        pairs = self._pairs.setdefault(number, _Pairs())
+        if pairs.end != start:  # what is between was not computed
+            pairs.first, pairs.hidden = start, []
+        pairs.hidden.append(hidden)
+        if pairs.end - pairs.first > _MOST_PENDING:
+            self._feed(number, pairs, tokens)
+
+    @override
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
+        pairs = self._pairs.get(number)
+        if pairs is None or pairs.end != len(tokens) - 1:
+            return Draft()
+        found = self._feed(number, pairs, tokens)
+        chosen, classes = list[int](), list[str]()
+        while found is not None:
+            token, name = likeliest(found[0], f"mtp {len(chosen)}")
+            if token >= self._vocab_size or not worth(name):
+                break
+            chosen.append(token)
+            classes.append(name)
+            if len(chosen) == most:
+                break
+            found = self._model.feed(number, [token], found[1][None])
+        return Draft(tuple(chosen), tuple(classes))
+
+    @override
+    def ended(self, number: int) -> None:
+        self._pairs.pop(number, None)
+        self._model.close(number)
+
+    def _feed(
+        self, number: int, pairs: _Pairs, tokens: Sequence[int]
+    ) -> tuple[Tensor, Tensor] | None:
+        """Compute the pairs whose token is known; what comes of the last one, if of any."""
+        self._model.keep(number, pairs.fed)
+        hidden = torch.cat(pairs.hidden) if pairs.hidden else torch.empty(0, 0)
+        count = min(len(hidden), len(tokens) - 1 - pairs.first)
+        if count < 1:
+            return None
+        after = tokens[pairs.first + 1 : pairs.first + 1 + count]
+        found = self._model.feed(number, after, hidden[:count])
+        pairs.first += count
+        pairs.hidden = [hidden[count:]] if count < len(hidden) else []
+        pairs.fed = len(self._model.tokens(number))
+        return found
+
+
+class FirstOf(Proposer):
+    """What the first of several proposers guesses that guesses anything."""
+
+    def __init__(self, *proposers: Proposer) -> None:
+        self._proposers = proposers
+        self.needs_hidden = any(one.needs_hidden for one in proposers)
+        self.is_slow = any(one.is_slow for one in proposers)
+
+    @override
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
+        drafts = (one.propose(number, scope, tokens, most, worth) for one in self._proposers)
+        return next((draft for draft in drafts if draft.tokens), Draft())
+
+    @override
+    def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
+        for one in self._proposers:
+            if one.needs_hidden:
+                one.observe(number, tokens, start, hidden)
+
+    @override
+    def ended(self, number: int) -> None:
+        for one in self._proposers:
+            one.ended(number)
+
+
+def likeliest(logits: Tensor, kind: str) -> tuple[int, str]:
+    """The likeliest token by f32 [vocab] logits, and the class of the guess."""
+    best = int(logits.argmax())
+    share = float((logits[best] - logits.logsumexp(0)).exp())
+    return best, f"{kind} {sum(share >= border for border in _BORDERS)}"

@@ -1,0 +1,49 @@
+"""Whether a loaded model speculates, and with which proposer."""
+
+from collections.abc import Callable
+
+from hmt.base.trace import Tracer
+from hmt.engine.config import EngineConfig
+from hmt.engine.loading.memory import Memory
+from hmt.engine.loading.prepare import Prepared
+from hmt.engine.model_runner import ModelRunner
+from hmt.engine.scheduling.sequence import SequenceState
+from hmt.engine.speculation.draft import Proposer
+from hmt.engine.speculation.draft_model import DraftModel
+from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf, NextTokenProposer
+from hmt.engine.speculation.prompt_lookup import PromptLookup
+from hmt.engine.speculation.speculator import MOST_TOKENS, Speculator
+from hmt.kernels.cpu import extension
+
+
+def open_speculator(
+    prepared: Prepared,
+    config: EngineConfig,
+    memory: Memory,
+    scope: Callable[[SequenceState], str],
+    tracer: Tracer,
+) -> Speculator:
+    """What guesses for a model, if anything does.  `scope`: who may learn from whose tokens."""
+    if not _can_verify(prepared, config, memory):
+        return Speculator(None, scope)
+    proposer: Proposer = PromptLookup()
+    if (draft := memory.draft) is not None:
+        runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
+        chunk = draft.prepared.plan.max_prefill_tokens
+        model = DraftModel(runner, draft.memory.kv.allocator, chunk)
+        asks = NextTokenProposer if config.speculate == "mtp" else DraftModelProposer
+        proposer = FirstOf(proposer, asks(model, prepared.model.spec.vocab_size))
+    has_state = bool(prepared.model.spec.state_bytes)
+    return Speculator(proposer, scope, config.draft_tokens if has_state else MOST_TOKENS)
+
+
+def _can_verify(prepared: Prepared, config: EngineConfig, memory: Memory) -> bool:
+    """Whether steps can verify guesses without changing an answer, and can be faster with them."""
+    spec = prepared.model.spec
+    if config.speculate == "off" or not spec.exact_runs or extension.load() is None:
+        return False
+    if spec.state_bytes and not config.draft_tokens:  # it has no journal to go back by
+        return False
+    # Steps of several tokens are not captured, and take a GPU longer than the tokens one by one;
+    # what a token selects of its pages depends on when it is decoded.
+    return memory.on_device is None and config.kv_policy == "exact"

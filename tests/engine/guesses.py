@@ -1,0 +1,56 @@
+"""Proposers for tests: they know how texts go on, and are wrong as often as they are told to be."""
+
+import random
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hmt.engine import LoadedModel
+from hmt.engine.speculation.draft import Draft, Worth
+from hmt.engine.speculation.gate import SpeculationGate
+
+
+class Oracle:
+    """A Proposer that knows some texts, and guesses wrong with a probability."""
+
+    needs_hidden = is_slow = False
+
+    def __init__(self, texts: Sequence[Sequence[int]], seed: int, wrong: float = 0.2) -> None:
+        self.texts = [list(text) for text in texts]
+        self._random, self._wrong = random.Random(seed), wrong
+
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
+        """A random number of tokens."""
+        known = next((text for text in self.texts if text[: len(tokens)] == list(tokens)), [])
+        right = known[len(tokens) : len(tokens) + self._random.randint(0, most)]
+        guesses = [16 + t % 200 if self._random.random() < self._wrong else t for t in right]
+        if not right and self._random.random() < 0.3:
+            guesses = [self._random.randrange(16, 250) for _ in range(min(3, most))]
+        return Draft(tuple(guesses), ("oracle",) * len(guesses))
+
+    def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
+        """See Proposer."""
+
+    def ended(self, number: int) -> None:
+        """See Proposer."""
+
+
+class OpenGate(SpeculationGate):
+    """Lets all guesses pass."""
+
+    @property
+    def is_open(self) -> bool:
+        """Always."""
+        return True
+
+    def worth(self, sequences: int, others: int) -> Worth:
+        """All of them."""
+        return lambda name: True
+
+
+def always_guess(model: LoadedModel, proposer: Oracle) -> None:
+    """Let a model verify all that `proposer` guesses."""
+    model._core.speculator._proposer = proposer
+    model._core.speculator._gate = OpenGate()
