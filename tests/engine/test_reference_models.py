@@ -1,15 +1,14 @@
 """Both reference models against transformers, and against themselves at every budget."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from given_steps import in_steps
 from reference import MODELS, transformers_model
 
 import hmt
-from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine import EngineConfig, prepare
 from hmt.planner import PlanOptions, smallest_budget
 
@@ -83,27 +82,6 @@ def test_logits_are_bit_identical_at_every_budget(
         if reference is None:
             reference = logits
         assert torch.equal(logits, reference), (budget, executor)
-
-
-def in_steps(model: Any, tokens: Sequence[int], sizes: Sequence[int], rows: int) -> torch.Tensor:
-    """Logits of the last `rows` tokens, where steps compute `sizes` tokens, one after the other."""
-
-    def run() -> torch.Tensor:
-        core, parts, at = model._core, [], 0
-        kv = core.scheduler.kv.open(len(tokens))
-        try:
-            for size in sizes:
-                given = list(tokens[at : at + size])
-                segment = SegmentRequest(kv, at, given, 0, len(tokens), whole=len(tokens))
-                wanted = tuple(i for i in range(size) if at + i >= len(tokens) - rows)
-                step = SchedulerOutput((segment,), logit_rows=wanted)
-                parts.append(core._run_alone(step, size > 1).clone())
-                at += size
-        finally:
-            core.scheduler.kv.close(kv)
-        return torch.cat(parts)
-
-    return model._loop.call(run)
 
 
 # Steps that cross 256 and 512 positions, of weights and pages in every kind of numbers.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from given_steps import in_steps
 from plain_memory import published, put_tokenizer, random_reference
 from random_configs import PROMPT_TOKENS, Case, cases
 
@@ -52,6 +53,9 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
                 together = model._core.runner.executor._together is not None
                 assert together == (budget > least and not apart and extension.load() is not None)
             found.append(model.logits(tokens, range(len(tokens)), prefill=PROMPT_TOKENS))
+            if len(found) == 1 and extension.load() is not None:  # torch cuts products by rows
+                together = in_steps(model, tokens, [16, PROMPT_TOKENS - 16, 4, 7], 11)
+                assert torch.equal(together, found[0][PROMPT_TOKENS:]), "tokens share steps"
     # As in test_parity: of models with recurrent state, transformers computes chunks otherwise.
     atol = TOLERANCE * (max(1.0, float(wanted.std())) if chunked else 1)
     torch.testing.assert_close(found[0], wanted, atol=atol, rtol=0)

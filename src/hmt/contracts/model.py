@@ -33,6 +33,9 @@ class KVKind(enum.StrEnum):
     INDEX = "index"  # of an indexer: one key per token, which selects what is attended to
 
 
+MOST_DRAFTS = 16  # tokens of a sequence that are verified in one step
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayer:
     """The KV that one layer keeps per token: `heads` rows of `key_dim`, and of `value_dim`.
@@ -76,11 +79,15 @@ class KVLayer:
 
     @property
     def longest_absorbed(self) -> float:
-        """Runs of at most this many tokens need fewer products with latents as they are."""
+        """Runs of at most this many tokens are multiplied with latents as they are.
+
+        These need fewer products so, or are a few tokens that may be drafts, whose sums have to be
+        those of single steps.
+        """
         if not self.expanded_dim:
             return inf
         saved = self.key_dim + self.value_dim - self.expanded_dim
-        return self.value_dim * self.made_dim / saved if saved > 0 else inf
+        return max(self.value_dim * self.made_dim / saved, MOST_DRAFTS) if saved > 0 else inf
 
 
 @dataclass(frozen=True, slots=True)

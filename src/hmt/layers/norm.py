@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn.functional import silu
 
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.encoding import WeightTensor
@@ -64,5 +63,7 @@ class GatedRMSNorm:
     def __call__(self, x: Tensor, params: Mapping[str, WeightTensor]) -> Tensor:
         """x [tokens, width] normed and gated, in x.dtype."""
         y = self.norm(x, params[self.name])
-        low = silu(ops.linear(y, params[f"{self.name}_down"]))
+        low = ops.linear(y, params[f"{self.name}_down"])
+        # torch's silu rounds the last numbers of a tensor otherwise, which depend on its tokens.
+        low = ops.sigmoid_gated(low, low)
         return ops.sigmoid_gated(y, ops.linear(low, params[f"{self.name}_up"]))
