@@ -149,6 +149,19 @@ def test_chunks_and_neighbours_do_not_change_a_bit(folder: Path) -> None:
         assert first.token_ids == alone[1] and second.token_ids != alone[1]
 
 
+def test_nor_does_any_chunk_where_weights_are_integers(folder: Path) -> None:
+    """Of any size: products of integers are exact, and all others are made of few tokens each."""
+    tokens, found = ids(150), []
+    for chunk, prefill in ((150, 150), (33, 120), (1, 30)):
+        options = OPTIONS | {"max_prefill_tokens": chunk, "context": POSITIONS, "max_batch": 1}
+        options |= {"dtype": "bfloat16", "quantization": "w8a8"}
+        with hmt.Engine(**options) as engine:
+            model = engine.load_model(folder)
+            found.append(model.logits(tokens, range(150), prefill=prefill))
+    if extension.load() is not None:
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_conversations_share_pages_and_mixtures(folder: Path) -> None:
     tokens = ids(70, 1)
     with hmt.Engine(**OPTIONS, context=POSITIONS, max_batch=1) as engine:

@@ -251,7 +251,10 @@ def read_rows(pages: Pages, layer: int, numbers: Tensor, slots: Tensor) -> Tenso
     if layout.rows:
         rows = _numbers(layout, keys[numbers, :, slots])
     else:
-        rows = _numbers(layout, keys[numbers, :, :, slots]).flatten(2)
+        # A word at a time: by its numbers 2063 rows of 512 in bf16 took 5.7 ms instead of 0.4.
+        words = keys.view(torch.int32).squeeze(4).permute(0, 3, 1, 2)[numbers, slots]
+        codes = words.view(keys.dtype).unflatten(2, (-1, keys.shape[4]))
+        rows = _numbers(layout, codes).flatten(2)
     if not layout.encoding.has_scales:
         return rows
     by_row = scales[numbers, :, :, slots].float()

@@ -96,11 +96,13 @@ class CompressedAttention:
         return width + (0 if self.indexer is None else self.indexer.activation_width)
 
     def gathered_width(self, context: int) -> int:
-        """Numbers alive besides: rows of a token with so many positions before it, and copies."""
+        """Numbers alive besides: rows behind so many positions, and copies; those of one token."""
         entries = 0 if self.compressor is None else context // self.compressor.positions
+        own = entries
         if self.indexer is not None:
-            entries = min(entries, self.indexer.top_k)
-        return 4 * self.head_dim * (self.window + entries)
+            own = min(entries, self.indexer.top_k)
+            entries = min(entries, _QUERIES_AT_ONCE * own)
+        return 3 * self.head_dim * (2 * self.window + entries + own)
 
     def params(self, at: str) -> tuple[ParamSpec, ...]:
         """Parameters, called `at` + wq_a and so on in the checkpoint."""

@@ -15,7 +15,7 @@ from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer, LayerState, StateTensor
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, StateRun
-from hmt.layers.linear import Params, project
+from hmt.layers.linear import Params, linear_alike
 from hmt.layers.norm import RMSNorm
 
 _MIXTURE = 3  # rows of numbers: the largest logit, the sum of weights, and that of weighted numbers
@@ -262,10 +262,10 @@ class Compressor:
         x [tokens, hidden_size].  Advances the recurrent state of `layer`.
         """
         places = step.positions % self.positions
-        numbers, logits = [], []
+        numbers, logits, wide = [], [], x.float()
         for part in self.parts:
-            given = project(x, params, f"{part.name}kv").float()
-            wanted = project(x, params, f"{part.name}gate").float()
+            given = linear_alike(wide, params[f"{part.name}kv"])
+            wanted = linear_alike(wide, params[f"{part.name}gate"])
             wanted = wanted + params[f"{part.name}bias"].data.float()[places]
             shape = (self.series, part.dim)
             numbers.append(given.unflatten(1, shape))
