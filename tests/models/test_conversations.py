@@ -24,8 +24,7 @@ from hybrid_models import publish
 import hmt
 from hmt.contracts.step import Segment
 from hmt.engine import LoadedModel
-from hmt.engine.scheduling.scheduler import _to_border
-from hmt.engine.scheduling.sequence import SequenceState
+from hmt.engine.scheduling.prefill_budget import to_border
 from hmt.kvcache import SequenceSlots
 from hmt.kvcache.state_checkpoints import StateCheckpoints, checkpoint_interval
 
@@ -200,11 +199,10 @@ def test_checkpoints_of_a_conversation_become_sparser_evenly(slots: int, turn: i
 def test_steps_begin_where_checkpoints_are_made(chunk: int, begin: int) -> None:
     """Wherever a prompt goes on from, and not much more often than without checkpoints."""
     interval = checkpoint_interval(chunk)
-    sequence = SequenceState(tokens=[0] * 15_000, prompt_tokens=15_000, max_total_tokens=15_001)
-    sequence.computed, starts = begin, set[int]()
-    while (left := len(sequence.tokens) - sequence.computed) > 0:
-        starts.add(sequence.computed)
-        sequence.computed += _to_border(sequence, min(chunk, left), interval)
+    computed, starts = begin, set[int]()
+    while (left := 15_000 - computed) > 0:
+        starts.add(computed)
+        computed += to_border(computed, 15_000, min(chunk, left), interval)
     wanted = {at for at in range(interval, 15_000, interval) if at > begin} | {14_992}
     assert wanted <= starts and interval >= chunk
     assert len(starts) <= -(-(15_000 - begin) // chunk) + len(wanted) + 1
