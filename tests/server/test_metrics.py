@@ -55,7 +55,8 @@ def test_answers_are_counted_and_timed(model: LoadedModel) -> None:
         # All three answers went on together, after the prompt that they share.
         steps = [grown("hmt_batch_size_bucket", f"le={size}.0", OURS) for size in (1, 2, 4, 128)]
         assert steps[0] < steps[2] == steps[3] == grown("hmt_batch_size_count", OURS)
-        assert grown("hmt_batch_size_sum", OURS) == tokens - 4 + 2
+        guessed = grown("hmt_speculated_tokens_total", OURS, "result=accepted")
+        assert grown("hmt_batch_size_sum", OURS) + guessed == tokens - 4 + 2
         assert grown("hmt_preemptions_total", "kind=parked", OURS) == 0
         assert after[("hmt_preemptions_total", "kind=dropped", OURS)] >= 0
         assert after[("hmt_pressure", OURS)] == after[("hmt_kv_used_ratio", OURS)] == 0

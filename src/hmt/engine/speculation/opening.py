@@ -44,6 +44,8 @@ def _can_verify(prepared: Prepared, config: EngineConfig, memory: Memory) -> boo
         return False
     if spec.state_bytes and not config.draft_tokens:  # it has no journal to go back by
         return False
+    if memory.trace is not None:  # of the experts that answers need, and not guesses
+        return False
     # Steps of several tokens are not captured, and take a GPU longer than the tokens one by one;
     # what a token selects of its pages depends on when it is decoded.
     return memory.on_device is None and config.kv_policy == "exact"
