@@ -1,6 +1,7 @@
-"""Decoding with and without guesses of next tokens, by turns, on texts of several kinds.
+"""Decoding with and without draft tokens, interleaved, on prompts of several kinds.
 
-No request learns from another's text, and all answers are compared: guesses must not change them.
+No request learns from another's tokens.  All answers are compared: draft tokens must not change
+them.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ _NEWS: Final = (
     "on Monday and are expected to take six weeks. The town council has set aside two million for "
     "them. Shop owners near the harbour fear for the summer, in which most visitors come by ferry."
 )
-TEXTS: Final = {
+PROMPTS: Final = {
     "summary": f"Summarise this text, sentence by sentence.\n\n{_NEWS}",
     "code": f"Add type hints to this code and change nothing else.\n\n```python\n{_CODE}```",
     "repeat": f"Repeat this text word for word.\n\n{_NEWS}",
@@ -46,27 +47,19 @@ TEXTS: Final = {
 
 @dataclass(slots=True)
 class Rates:
-    """Of one text in one way: tokens per second of each round, and what guesses gave in all."""
+    """Of one prompt in one way: tokens per second of each round, and what drafts gave."""
 
     tokens_per_s: list[float] = field(default_factory=list)
     steps: int = 0
     tokens: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    by_depth: list[tuple[int, int]] = field(default_factory=list)
+    drafts: SpeculationAccount = field(default_factory=SpeculationAccount)
 
-    def add(self, phase: Phase, guesses: SpeculationAccount) -> None:
+    def add(self, phase: Phase, drafts: SpeculationAccount) -> None:
         """Count one answer."""
         self.tokens_per_s.append(phase.tokens_per_s)
         self.steps += phase.steps
         self.tokens += phase.tokens
-        self.proposed += guesses.proposed
-        self.accepted += guesses.accepted
-        for depth, (proposed, accepted) in enumerate(guesses.by_depth):
-            if depth == len(self.by_depth):
-                self.by_depth.append((0, 0))
-            before = self.by_depth[depth]
-            self.by_depth[depth] = before[0] + proposed, before[1] + accepted
+        self.drafts.merge(drafts)
 
 
 def run(
@@ -78,11 +71,11 @@ def run(
     rounds: int = 5,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
-    """Decode each text in each way (values of `speculate`), by turns; a benchmark file's content.
+    """Decode each prompt in each way (values of `speculate`); a benchmark file's content.
 
     Raises HMTError where an answer differs from that of the first way.
     """
-    rates = {(name, way): Rates() for name in TEXTS for way in ways}
+    rates = {(name, way): Rates() for name in PROMPTS for way in ways}
     with ExitStack() as stack:
         loaded: dict[str, LoadedModel] = {}
         for way in ways:
@@ -90,12 +83,12 @@ def run(
             engine = stack.enter_context(Engine(**options, speculate=way))
             loaded[way] = engine.load_model(model)
         for number in range(rounds):
-            for name, text in TEXTS.items():
+            for name, prompt in PROMPTS.items():
                 progress(f"{name}, round {number + 1} of {rounds}")
                 answers = set()
                 for way in ways if number % 2 == 0 else reversed(ways):
                     request = Request(
-                        _asked(loaded[way], text), tokens, ignore_eos=True,
+                        _asked(loaded[way], prompt), tokens, ignore_eos=True,
                         cache_salt=f"{name} {number}",
                     )  # fmt: skip
                     loaded[way].reset_summary()
@@ -103,7 +96,7 @@ def run(
                     summary = loaded[way].summary()
                     rates[name, way].add(summary.generation, summary.speculation)
                 if len(answers) > 1:
-                    raise HMTError(f"guesses changed the answer to {name!r}: please report it")
+                    raise HMTError(f"draft tokens changed the answer to {name!r}: please report it")
         machine = loaded[ways[0]].prepared.machine
     return {
         "benchmark": "speculation",
@@ -113,14 +106,14 @@ def run(
         "tokens": tokens,
         "rounds": rounds,
         "results": [
-            {"text": name, "way": way, **_figures(found, rates[name, ways[0]])}
+            {"prompt": name, "way": way, **_figures(found, rates[name, ways[0]])}
             for (name, way), found in rates.items()
         ],
     }
 
 
-def _asked(model: LoadedModel, text: str) -> Any:
-    return [{"role": "user", "content": text}] if model.tokenizer.has_chat_template else text
+def _asked(model: LoadedModel, prompt: str) -> Any:
+    return [{"role": "user", "content": prompt}] if model.tokenizer.has_chat_template else prompt
 
 
 def _figures(found: Rates, first: Rates) -> dict[str, Any]:
@@ -130,7 +123,7 @@ def _figures(found: Rates, first: Rates) -> dict[str, Any]:
         "ratio": median(own / other for own, other in pairs),
         "rounds_tokens_per_s": found.tokens_per_s,
         "tokens_per_step": found.tokens / found.steps,
-        "proposed": found.proposed,
-        "accepted": found.accepted,
-        "by_depth": found.by_depth,
+        "proposed": found.drafts.proposed,
+        "accepted": found.drafts.accepted,
+        "by_depth": found.drafts.by_depth,
     }

@@ -14,8 +14,8 @@ namespace hmt {
 namespace {
 
 // Chunks of positions are leaves of a tree with eight branches, whose nodes begin at multiples of
-// their size.  A row is summed up along it, so its bits are the same whoever shares its step and
-// whoever computes which nodes.
+// their size.  A row is summed up along it, so its bits depend neither on the other rows of its step
+// nor on which thread computes which nodes.
 constexpr size_t kBranchBits = 3;
 // Nodes for each thread, so that none waits long for the last: a machine's cores are not equally fast.
 constexpr size_t kItemsPerThread = 4;
@@ -210,7 +210,7 @@ bool comes_last(std::atomic<uint32_t>& pending) {
   return pending.fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 
-// Whoever computes a node's last branch adds all up, in the order of positions, and goes on to the
+// The thread that computes a node's last branch adds all up, in the order of positions, and goes on to the
 // node above.  Whether the whole task is done then.
 bool climb(const Task& task, size_t node) {
   const auto partial = [&](size_t i, size_t shift) {

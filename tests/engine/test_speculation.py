@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-from guesses import Oracle, always_guess
+from draft_oracle import Oracle, always_guess
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import MINI_DENSE, MINI_MOE
@@ -19,7 +19,7 @@ from hmt.contracts.request import Grammar, GrammarKind
 from hmt.engine import LoadedModel
 from hmt.engine.speculation.draft import Draft
 from hmt.engine.speculation.gate import SpeculationGate, StepTimes
-from hmt.engine.speculation.prompt_lookup import LEAST_MATCH, PromptLookup, TextIndex
+from hmt.engine.speculation.prompt_lookup import LEAST_MATCH, PromptLookup, TokenIndex
 from hmt.kernels.cpu import extension
 
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "max_prefill_tokens": 64, "context": 1024}
@@ -57,7 +57,7 @@ def requests(seed: int) -> list[hmt.Request]:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def texts(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[hmt.Completion]]]:
+def answers(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[hmt.Completion]]]:
     """Answers without guesses."""
     with hmt.Engine(**OPTIONS | {"speculate": "off"}) as engine:
         model = engine.load_model(MODELS[request.param])
@@ -71,9 +71,9 @@ def prompts(model: LoadedModel, asked: list[hmt.Request]) -> list[list[int]]:
 
 @needs_kernels
 @pytest.mark.parametrize("way", WAYS)
-def test_guesses_change_no_answer(texts: tuple[str, list[hmt.Completion]], way: str) -> None:
+def test_guesses_change_no_answer(answers: tuple[str, list[hmt.Completion]], way: str) -> None:
     """All at once, in batches in which some guess; tokens, texts, log-probabilities, reasons."""
-    name, wanted = texts
+    name, wanted = answers
     asked = requests(1)
     if WAYS[way].get("dtype"):  # answers in f32 are others
         with hmt.Engine(**OPTIONS | WAYS[way] | {"speculate": "off"}) as engine:
@@ -165,7 +165,7 @@ def test_unknown_ways_to_speculate_are_refused() -> None:
 @given(st.data())
 def test_the_index_finds_the_longest_of_the_last_places(data: st.DataObject) -> None:
     text = data.draw(st.lists(st.integers(0, 2), min_size=LEAST_MATCH, max_size=60))
-    index, length = TextIndex(), 0
+    index, length = TokenIndex(), 0
     while length < len(text):  # grows in any pieces
         length += data.draw(st.integers(1, 20))
         index.extend(text[:length])
@@ -183,7 +183,7 @@ def test_the_index_finds_the_longest_of_the_last_places(data: st.DataObject) -> 
     assert matched == max(min(32, equal(end)) for end in last)
 
 
-def test_texts_of_other_scopes_are_not_looked_at() -> None:
+def test_sequences_of_other_scopes_are_not_looked_at() -> None:
     lookup, text = PromptLookup(), list(range(100, 120))
 
     def guessed(number: int, scope: str, tokens: list[int]) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ def test_long_texts_keep_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(prompt_lookup, "_MOST_TOKENS", 64)
     text = [n % 20 for n in range(500)]
-    index = TextIndex()
+    index = TokenIndex()
     for length in range(1, len(text) + 1):
         index.extend(text[:length])
         assert len(index.tokens) <= 64 and index.tokens == text[length - len(index.tokens) : length]
@@ -256,7 +256,7 @@ def test_losses_pause_and_trials_come_later_and_later() -> None:
         if count:
             gate.verified(draft, 0)
             guessed += 1
-        gate.step_took(1 + count, 1, 0.010 * (1 + count), guessing=bool(count))
+        gate.step_took(1 + count, 1, 0.010 * (1 + count), drafting=bool(count))
     assert guessed < 80  # 2% of the steps
 
 
@@ -269,5 +269,5 @@ def test_what_was_never_right_is_used_once_it_is() -> None:
             gate.verified(draft, count * right)
             used += number >= 5000
         seconds = 0.010 * (1 + 0.1 * count)
-        gate.step_took(1 + count, 1 + count * right, seconds, guessing=bool(count))
+        gate.step_took(1 + count, 1 + count * right, seconds, drafting=bool(count))
     assert used > 900

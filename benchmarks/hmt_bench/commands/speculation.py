@@ -1,4 +1,4 @@
-"""The command `speculation`: decoding with and without guesses of next tokens."""
+"""The command `speculation`: decoding with and without draft tokens."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ def speculation(
     context: Annotated[int, typer.Option(min=64, help="Positions.")] = 1024,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
-    """Decoding with and without speculation, by turns, on texts of several kinds."""
+    """Decoding with and without speculation, interleaved, on prompts of several kinds."""
     from hmt.cli.formatting import write_json
     from hmt_bench.speculation import run
 
@@ -38,7 +38,7 @@ def speculation(
         table.add_column(name, justify="right" if number > 1 else "left")
     for one in content["results"]:
         table.add_row(
-            one["text"], one["way"], f"{one['tokens_per_s']:.1f}", f"{one['ratio']:.2f}",
+            one["prompt"], one["way"], f"{one['tokens_per_s']:.1f}", f"{one['ratio']:.2f}",
             f"{one['tokens_per_step']:.2f}", f"{one['accepted']} of {one['proposed']}",
         )  # fmt: skip
     Console(highlight=False).print(table)

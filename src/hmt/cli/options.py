@@ -138,7 +138,7 @@ class EngineOptions:
     speculate: Annotated[
         str | None,
         _compute(
-            help="auto guesses next tokens by what was said before and verifies several in one "
+            help="auto drafts next tokens by what was said before and verifies several in one "
             "step, where that is faster and changes no answer; mtp also by the checkpoint's "
             "multi-token prediction layers, draft=PATH by a smaller model; off does not."
         ),

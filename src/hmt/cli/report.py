@@ -135,8 +135,8 @@ def _experts(experts: "ExpertAccount") -> str:
 
 def _speculation(account: "SpeculationAccount") -> str:
     return (
-        f"{account.accepted} of {account.proposed} guesses were right; {account.steps} steps with "
-        f"guesses gave {account.tokens / account.steps:.1f} tokens each and saved "
+        f"{account.accepted} of {account.proposed} draft tokens were accepted; {account.steps} "
+        f"steps with drafts gave {account.tokens / account.steps:.1f} tokens each and saved "
         f"{format_seconds(account.saved_s)}"
     )
 

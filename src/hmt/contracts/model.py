@@ -33,7 +33,7 @@ class KVKind(enum.StrEnum):
     INDEX = "index"  # of an indexer: one key per token, which selects what is attended to
 
 
-MOST_DRAFTS = 16  # tokens of a sequence that are verified in one step
+MOST_DRAFTS = 16  # tokens of a step that verifies draft tokens, these included
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ class StepAccounts:
     prefilled: StepTotals = field(default_factory=StepTotals)
 
     def add(self, step: SchedulerOutput, cost: Phase, wrong: int) -> tuple[int, int]:
-        """Count a step, `wrong` of whose tokens were guesses that were taken back.
+        """Count a step, `wrong` of whose tokens were draft tokens that were taken back.
 
         Returns how many of its other tokens were of prompts, and of answers.
         """

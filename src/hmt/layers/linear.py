@@ -2,15 +2,11 @@
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import ops
-
-# The compiled kernels put more f32 tokens into the lanes of a register, and add in another order.
-_ALIKE_TOKENS = 12
 
 Params = Mapping[str, WeightTensor]  # a leased block's parameters, by local name
 
@@ -29,13 +25,3 @@ def project(x: Tensor, params: Params, name: str) -> Tensor:
     """Linear layer `name` of a block, with its bias if any: [tokens, in] to [tokens, out]."""
     bias = params.get(f"{name}_bias")
     return ops.linear(x, params[name], None if bias is None else bias.data)
-
-
-def linear_alike(x: Tensor, weight: WeightTensor) -> Tensor:
-    """`ops.linear` of x f32 [tokens, in], so that no token's bits depend on how many there are.
-
-    For narrow matrices whose results are not rounded to 16 bits, which would hide the difference.
-    """
-    if len(x) <= _ALIKE_TOKENS:
-        return ops.linear(x, weight)
-    return torch.cat([ops.linear(part, weight) for part in x.split(_ALIKE_TOKENS)])

@@ -11,7 +11,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.store import Priority, Weights
 from hmt.kernels import fused_ops, ops
 from hmt.layers.ffn import GatedFFN
-from hmt.layers.linear import Params, linear_alike, project
+from hmt.layers.linear import Params, project
 from hmt.layers.norm import RMSNorm
 
 
@@ -249,7 +249,7 @@ class SoftplusRouter:
 
         token_ids   int64 [tokens], where the table chooses; None: a guess, by scores alone
         """
-        logits = linear_alike(x.float(), params["router"]).contiguous()
+        logits = ops.linear(x.float(), params["router"]).contiguous()
         # torch's own softplus may compute the end of a tensor by other code: see `ops.sigmoid`.
         likely = torch.where(logits > 20, logits, torch.log1p(torch.exp(logits))).sqrt()
         if token_ids is not None and self.by_token:

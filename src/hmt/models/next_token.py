@@ -1,7 +1,7 @@
-"""Multi-token prediction: the layer behind a checkpoint's last one, which guesses one token more.
+"""Multi-token prediction: the layer behind a checkpoint's last one, which drafts one token more.
 
 It computes from a token and the hidden state of the one before it (DeepSeek-V3's technical report,
-arXiv 2412.19437, section 2.2).  Here it is a model of its own with one layer, made of the family's,
+arXiv 2412.19437, section 2.2).  Here it is a separate model with one layer, made of the family's,
 and with copies of the embedding and of the output layer.
 """
 
@@ -141,7 +141,7 @@ class NextTokenModel(Model):
 def open_predictor(
     config: Mapping[str, Any], path: Path, dtype: torch.dtype
 ) -> NextTokenModel | None:
-    """What guesses one token more than the model of a parsed config.json; None: nothing does.
+    """What drafts one token more than the model of a parsed config.json; None: nothing does.
 
     Whether the checkpoint has these layers, its tensors tell.  Raises as `open_model` does.
     """

@@ -167,14 +167,14 @@ def _work(summary: RunSummary) -> Iterator[Metric]:
         for link in ("disk", "host", "link"):
             moved.add_metric([name, link], getattr(phase, f"{link}_bytes"))
     yield from (tokens, steps, seconds, stalls, moved)
-    guesses, text = summary.speculation, "Guesses of next tokens, by what became of them"
-    counts = {"accepted": guesses.accepted, "rejected": guesses.proposed - guesses.accepted}
+    drafts, text = summary.speculation, "Draft tokens, by what became of them"
+    counts = {"accepted": drafts.accepted, "rejected": drafts.proposed - drafts.accepted}
     yield _labelled(CounterMetricFamily, "hmt_speculated_tokens", text, "result", counts)
-    text = "Guesses that were right, by their place in the draft"
-    depths = {str(n): float(right) for n, (_, right) in enumerate(guesses.by_depth, 1)}
+    text = "Draft tokens that were right, by their place in the draft"
+    depths = {str(n): float(right) for n, (_, right) in enumerate(drafts.by_depth, 1)}
     yield _labelled(CounterMetricFamily, "hmt_speculated_depth", text, "depth", depths)
     yield GaugeMetricFamily(
-        "hmt_speculation_saved_seconds", "Time that guesses saved", value=guesses.saved_s
+        "hmt_speculation_saved_seconds", "Time that drafts saved", value=drafts.saved_s
     )
     leases = {
         result: sum(getattr(phase, result) for phase in phases.values())

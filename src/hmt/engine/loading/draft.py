@@ -1,4 +1,4 @@
-"""Loading's part for speculation: the small model that guesses, in a share of the budget."""
+"""Loading's part for speculation: the small draft model, in a share of the budget."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from hmt.formats import located
 from hmt.models import open_predictor
 from hmt.text import Tokenizer
 
-_SHARE: Final = 4  # of the budget, a guessing model may have one of so many parts
+_SHARE: Final = 4  # of the budget, a draft model may have one of so many parts
 _KEPT: Final = (
     "host_memory_bytes", "quantization", "dtype", "activations", "executor", "context",
     "max_prefill_tokens", "max_batch", "threads", "numa", "disk_reader", "disk_depth",
@@ -22,7 +22,7 @@ _KEPT: Final = (
 
 
 def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> PreparedDraft | None:
-    """The small model that guesses for the one in `path`; None: none was asked for.
+    """The draft model of the one in `path`; None: none was asked for.
 
     host_bytes   that are left for both
 
@@ -40,7 +40,7 @@ def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> Prepared
             return PreparedDraft(draft, own)
     except BudgetError as error:
         raise BudgetError(
-            f"what guesses tokens (speculate={config.speculate}) may have 1/{_SHARE} of the "
+            f"a draft model (speculate={config.speculate}) may have 1/{_SHARE} of the "
             f"budget: {error}"
         ) from error
     return None

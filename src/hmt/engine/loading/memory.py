@@ -87,7 +87,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A small model in memory, which guesses tokens for another, and the options of its own."""
+    """A loaded draft model, and its options."""
 
     prepared: Prepared
     config: EngineConfig

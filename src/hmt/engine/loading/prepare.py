@@ -51,7 +51,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDraft:
-    """A small model that guesses for another, and the options that are its own."""
+    """A draft model that was planned for, and its options."""
 
     prepared: Prepared
     config: EngineConfig

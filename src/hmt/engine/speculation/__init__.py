@@ -1,1 +1,1 @@
-"""Speculative decoding: guesses of the next tokens, and whether they are worth a step's time."""
+"""Speculative decoding: draft tokens, and whether they are worth a step's time."""

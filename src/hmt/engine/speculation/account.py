@@ -1,19 +1,20 @@
-"""What guesses of next tokens gave, and what they cost."""
+"""What draft tokens gave, and what they cost."""
 
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 
 @dataclass(slots=True)
 class SpeculationAccount:
-    """What guesses were made, and what became of them.
+    """Which draft tokens were verified, and what became of them.
 
-    steps        that verified guesses
+    steps        that verified draft tokens
     tokens       that these steps gave
-    proposed     guesses that were verified
+    proposed     draft tokens that were verified
     accepted     of them, those that were right
-    by_depth     [(verified, accepted)] of first guesses, second ones, ...
-    saved_s      time that steps without guesses would have taken for the same tokens, less what
-                 was taken
+    by_depth     [(verified, accepted)] of first draft tokens, second ones, ...
+    saved_s      time that steps without drafts would have taken for the same tokens, less what was
+                 taken
     """
 
     steps: int = 0
@@ -32,11 +33,16 @@ class SpeculationAccount:
             verified, right = self.by_depth[depth]
             self.by_depth[depth] = verified + 1, right + (depth < accepted)
 
+    def merge(self, other: "SpeculationAccount") -> None:
+        """Add what another one counts."""
+        self.steps += other.steps
+        self.tokens += other.tokens
+        self.proposed += other.proposed
+        self.accepted += other.accepted
+        self.saved_s += other.saved_s
+        pairs = zip_longest(self.by_depth, other.by_depth, fillvalue=(0, 0))
+        self.by_depth = [(a + c, b + d) for (a, b), (c, d) in pairs]
+
     def copy(self) -> "SpeculationAccount":
         """As it is now."""
         return replace(self, by_depth=list(self.by_depth))
-
-    @property
-    def acceptance(self) -> float | None:
-        """Share of the verified guesses that were right; None without any."""
-        return self.accepted / self.proposed if self.proposed else None

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-# Whether a guess of this class, behind those that were asked about before, is worth verifying.
+# Whether a draft token of this class, behind those that were asked about, is worth verifying.
 Worth = Callable[[str], bool]
 
 
@@ -23,10 +23,10 @@ class Draft:
 
 
 class Proposer(Protocol):
-    """Guesses how sequences go on.  For the engine's thread.
+    """Drafts how sequences go on.  For the engine's thread.
 
     needs_hidden   whether `observe` wants the hidden states of all tokens
-    is_slow        whether guessing takes time, also where nothing is worth verifying then
+    is_slow        whether drafting takes time, also where nothing is worth verifying then
     """
 
     needs_hidden: bool

@@ -1,4 +1,4 @@
-"""A small model that guesses for a large one: its sequences, beside those of the large one."""
+"""A draft model: its sequences, beside those of the model that verifies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class _LastHidden:
 class DraftModel:
     """Runs a small model for requests of the large one.  For the engine's thread.
 
-    Its KV cache may be too small for a request: then nothing is guessed for that one.
+    Its KV cache may be too small for a request: then nothing is drafted for that one.
     """
 
     def __init__(self, runner: ModelRunner, kv: KVAllocator, chunk: int) -> None:

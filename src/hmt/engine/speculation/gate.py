@@ -1,4 +1,4 @@
-"""Whether guesses are worth verifying: tokens that they may give against time that they cost."""
+"""Whether draft tokens are worth verifying: what they may give against the time that they cost."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -6,11 +6,11 @@ from typing import Final
 from hmt.engine.speculation.draft import Draft, Worth
 
 _FORGET: Final = 0.95  # of what is known of steps' times, for each step
-_FORGET_CLASS: Final = 0.98  # of what is known of a class of guesses, for each that was verified
-_RETURN: Final = 0.995  # the same for each guess that was not worth it: so it is tried again
-_ASSUMED: Final = 0.5, 4.0  # share of guesses of a new class that are accepted; weight of that
+_FORGET_CLASS: Final = 0.98  # of what is known of a class, for each draft token that was verified
+_RETURN: Final = 0.995  # the same for each draft token that was not worth it: so it is tried again
+_ASSUMED: Final = 0.5, 4.0  # share of draft tokens of a new class that are accepted; weight of that
 _FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured
-_TRIAL_STEPS: Final = 12  # with guesses, before they are judged
+_TRIAL_STEPS: Final = 12  # with draft tokens, before they are judged
 _PAUSE_STEPS: Final = 64  # without any, after a loss; twice as many after the next
 _LONGEST_PAUSE: Final = 2048
 
@@ -51,7 +51,7 @@ class StepTimes:
 
 @dataclass(slots=True)
 class Acceptance:
-    """How often guesses of one class are accepted, given that those before them were."""
+    """How often draft tokens of one class are accepted, given that those before them were."""
 
     accepted: float = _ASSUMED[0] * _ASSUMED[1]
     tried: float = _ASSUMED[1]
@@ -91,30 +91,30 @@ class _Speed:
 
 @dataclass(slots=True)
 class SpeculationGate:
-    """Chooses how many guesses a step verifies, by measured times and measured acceptance.
+    """Chooses how many draft tokens a step verifies, by measured times and measured acceptance.
 
-    A guess is worth it where the tokens that it adds on average, for each second that it adds, are
-    more than the step gives for each second without it: then tokens per second rise.  Where steps
-    with guesses turn out slower by token than those without, there are none for some steps.
+    A draft token is worth it where the tokens that it adds on average, for each second that it
+    adds, are more than the step gives for each second without it: then tokens per second rise.
+    Where steps with drafts turn out slower by token than those without, there are none for a while.
     """
 
     times: StepTimes = field(default_factory=StepTimes)
     classes: dict[str, Acceptance] = field(default_factory=dict)
     _plain: _Speed = field(default_factory=_Speed)
-    _guessing: _Speed = field(default_factory=_Speed)
+    _drafting: _Speed = field(default_factory=_Speed)
     _pause: int = _PAUSE_STEPS
     _paused: int = 0  # steps that are left of it
 
     @property
     def is_open(self) -> bool:
-        """Whether guesses are wanted at all: not during a pause, nor before a step was timed."""
+        """Whether drafts are wanted at all: not during a pause, nor before a step was timed."""
         return not self._paused and self.times.weight > 1
 
     def worth(self, sequences: int, others: int) -> Worth:
-        """What chooses the guesses for a sequence, one after the other.
+        """What chooses the draft tokens for a sequence, one after the other.
 
         sequences   that get a token in the step
-        others      guesses that it verifies already, of other sequences
+        others      draft tokens that it verifies already, of other sequences
         """
         per_token = self.times.per_token
         seconds = self.times.of(sequences + others)
@@ -139,21 +139,21 @@ class SpeculationGate:
         for number, name in enumerate(draft.classes[: accepted + 1]):
             self._class(name).add(number < accepted)
 
-    def step_took(self, tokens: int, emitted: int, seconds: float, *, guessing: bool) -> None:
-        """A step of `tokens` tokens, guesses included, gave `emitted` ones.
+    def step_took(self, tokens: int, emitted: int, seconds: float, *, drafting: bool) -> None:
+        """A step of `tokens` tokens, draft tokens included, gave `emitted` ones.
 
-        guessing   whether time went into guesses, be it that they were verified or made
+        drafting   whether time went into draft tokens, be it that they were verified or made
         """
         self.times.add(tokens, seconds)
-        (self._guessing if guessing else self._plain).add(emitted, seconds)
+        (self._drafting if drafting else self._plain).add(emitted, seconds)
         self._paused = max(0, self._paused - 1)
-        if self._guessing.steps < _TRIAL_STEPS or not self._plain.seconds:
+        if self._drafting.steps < _TRIAL_STEPS or not self._plain.seconds:
             return
-        if self._guessing.rate < self._plain.rate:
+        if self._drafting.rate < self._plain.rate:
             self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         else:
             self._pause = _PAUSE_STEPS
-        self._guessing = _Speed()
+        self._drafting = _Speed()
 
     def _class(self, name: str) -> Acceptance:
         return self.classes.setdefault(name, Acceptance())

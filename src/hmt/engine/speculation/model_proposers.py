@@ -1,11 +1,12 @@
 """Proposers that ask a small model: another checkpoint, or multi-token prediction layers.
 
-A model's guesses are counted by how likely it calls them, which is what the gate chooses their
+A model's draft tokens are counted by how likely it calls them, which is what the gate chooses their
 number by.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Final
 
 import torch
@@ -34,23 +35,14 @@ class DraftModelProposer(Proposer):
         self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
     ) -> Draft:
         known = self._model.tokens(number)
-        # It has computed the last token's predecessors at most, and guesses behind these.
+        # It has computed the last token's predecessors at most, and draft tokens behind these.
         common = min(len(known), len(tokens) - 1)
         while known[:common] != list(tokens[:common]):
             common -= 1
         self._model.keep(number, common)
         found = self._model.feed(number, tokens[common:])
-        chosen, classes = list[int](), list[str]()
-        while found is not None:
-            token, name = likeliest(found[0], "draft")
-            if token >= self._vocab_size or not worth(name):
-                break
-            chosen.append(token)
-            classes.append(name)
-            if len(chosen) == most:
-                break
-            found = self._model.feed(number, [token])
-        return Draft(tuple(chosen), tuple(classes))
+        names = repeat("draft")
+        return _decoded(self._model, number, found, names, self._vocab_size, most, worth)
 
     @override
     def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
@@ -83,7 +75,7 @@ class NextTokenProposer(Proposer):
 
     They compute from a token and the hidden state of the one before it, and then from their own
     hidden states (DeepSeek-V3's technical report, section 2.2).  Tokens that the prefix cache had
-    computed are unknown to them, which makes guesses worse at first and changes no answer.
+    computed are unknown to them, which makes draft tokens worse at first and changes no answer.
     """
 
     needs_hidden = is_slow = True
@@ -110,17 +102,8 @@ class NextTokenProposer(Proposer):
         if pairs is None or pairs.end != len(tokens) - 1:
             return Draft()
         found = self._feed(number, pairs, tokens)
-        chosen, classes = list[int](), list[str]()
-        while found is not None:
-            token, name = likeliest(found[0], f"mtp {len(chosen)}")
-            if token >= self._vocab_size or not worth(name):
-                break
-            chosen.append(token)
-            classes.append(name)
-            if len(chosen) == most:
-                break
-            found = self._model.feed(number, [token], found[1][None])
-        return Draft(tuple(chosen), tuple(classes))
+        names = (f"mtp {depth}" for depth in count())
+        return _decoded(self._model, number, found, names, self._vocab_size, most, worth)
 
     @override
     def ended(self, number: int) -> None:
@@ -133,19 +116,19 @@ class NextTokenProposer(Proposer):
         """Compute the pairs whose token is known; what comes of the last one, if of any."""
         self._model.keep(number, pairs.fed)
         hidden = torch.cat(pairs.hidden) if pairs.hidden else torch.empty(0, 0)
-        count = min(len(hidden), len(tokens) - 1 - pairs.first)
-        if count < 1:
+        known = min(len(hidden), len(tokens) - 1 - pairs.first)
+        if known < 1:
             return None
-        after = tokens[pairs.first + 1 : pairs.first + 1 + count]
-        found = self._model.feed(number, after, hidden[:count])
-        pairs.first += count
-        pairs.hidden = [hidden[count:]] if count < len(hidden) else []
+        after = tokens[pairs.first + 1 : pairs.first + 1 + known]
+        found = self._model.feed(number, after, hidden[:known])
+        pairs.first += known
+        pairs.hidden = [hidden[known:]] if known < len(hidden) else []
         pairs.fed = len(self._model.tokens(number))
         return found
 
 
 class FirstOf(Proposer):
-    """What the first of several proposers guesses that guesses anything."""
+    """What the first of several proposers drafts that drafts anything."""
 
     def __init__(self, *proposers: Proposer) -> None:
         self._proposers = proposers
@@ -171,8 +154,34 @@ class FirstOf(Proposer):
             one.ended(number)
 
 
+def _decoded(
+    model: DraftModel,
+    number: int,
+    found: tuple[Tensor, Tensor] | None,
+    names: Iterator[str],
+    vocab_size: int,
+    most: int,
+    worth: Worth,
+) -> Draft:
+    """Greedy tokens from what `feed` found on, with their own hidden states where it gives any.
+
+    names   of the classes of the tokens, which are divided by likelihood
+    """
+    chosen, classes = list[int](), list[str]()
+    while found is not None and len(chosen) < most:
+        logits, hidden = found
+        token, name = likeliest(logits, next(names))
+        if token >= vocab_size or not worth(name):
+            break
+        chosen.append(token)
+        classes.append(name)
+        if len(chosen) < most:
+            found = model.feed(number, [token], hidden[None] if len(hidden) else None)
+    return Draft(tuple(chosen), tuple(classes))
+
+
 def likeliest(logits: Tensor, kind: str) -> tuple[int, str]:
-    """The likeliest token by f32 [vocab] logits, and the class of the guess."""
+    """The likeliest token by f32 [vocab] logits, and the class of the draft token."""
     best = int(logits.argmax())
     share = float((logits[best] - logits.logsumexp(0)).exp())
     return best, f"{kind} {sum(share >= border for border in _BORDERS)}"

@@ -1,4 +1,4 @@
-"""Prompt lookup: where a text repeats what was said before, guess that it goes on as that did.
+"""Prompt lookup: where a text repeats what was said before, draft that it goes on as that did.
 
 After A. Saxena, "Prompt Lookup Decoding" (2023), with the longest of several earlier places, which
 chains of equal hashes give as in LZ77.
@@ -18,11 +18,11 @@ LEAST_MATCH: Final = 3  # tokens that have to be equal; two are equal too often 
 _LONGEST_MATCH: Final = 32  # tokens that are compared
 _PLACES: Final = 8  # earlier places that are compared, the latest first
 _MOST_TOKENS: Final = 1 << 16  # of a text that are indexed, at about 100 bytes each
-_MOST_TEXTS: Final = 4  # of ended requests, for each scope
+_MOST_ENDED: Final = 4  # of ended requests, for each scope
 _MOST_SCOPES: Final = 16
 
 
-class TextIndex:
+class TokenIndex:
     """A text's tokens, and where each run of `LEAST_MATCH` of them ends."""
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ class PromptLookup(Proposer):
     needs_hidden = is_slow = False
 
     def __init__(self) -> None:
-        self._running: dict[int, tuple[str, TextIndex]] = {}
-        self._ended: OrderedDict[str, list[TextIndex]] = OrderedDict()
+        self._running: dict[int, tuple[str, TokenIndex]] = {}
+        self._ended: OrderedDict[str, list[TokenIndex]] = OrderedDict()
 
     @override
     def propose(
         self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
     ) -> Draft:
-        _, index = self._running.setdefault(number, (scope, TextIndex()))
+        _, index = self._running.setdefault(number, (scope, TokenIndex()))
         index.extend(tokens)
         recent = tokens[-_LONGEST_MATCH:]
         best, tail = 0, list[int]()
@@ -108,9 +108,9 @@ class PromptLookup(Proposer):
         if number not in self._running:
             return
         scope, index = self._running.pop(number)
-        texts = self._ended.setdefault(scope, [])
-        texts.append(index)
-        del texts[:-_MOST_TEXTS]
+        ended = self._ended.setdefault(scope, [])
+        ended.append(index)
+        del ended[:-_MOST_ENDED]
         self._ended.move_to_end(scope)
         while len(self._ended) > _MOST_SCOPES:
             self._ended.popitem(last=False)

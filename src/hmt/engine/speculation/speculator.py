@@ -1,8 +1,8 @@
 """The engine's speculation: asks the proposer, lets the gate choose, and keeps the account."""
 
 from collections.abc import Callable
-from typing import Final
 
+from hmt.contracts.model import MOST_DRAFTS
 from hmt.contracts.step import SchedulerOutput
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.scheduling.sequence import SequenceState
@@ -11,13 +11,9 @@ from hmt.engine.speculation.draft import Draft, Proposer
 from hmt.engine.speculation.gate import SpeculationGate
 from hmt.engine.speculation.hidden_states import HiddenStates, with_hidden
 
-# Of a step, guesses included.  Kernels for few rows give a token's logits the same bits with up to
-# 16 of them; and more guesses than that are hardly ever right.
-MOST_TOKENS: Final = 16
-
 
 class Speculator:
-    """Guesses for sequences that decode.  For the engine's thread only.
+    """Draft tokens for sequences that decode.  For the engine's thread only.
 
     account   since the last reset
     """
@@ -26,12 +22,12 @@ class Speculator:
         self,
         proposer: Proposer | None,
         scope: Callable[[SequenceState], str] = lambda _: "",
-        most: int = MOST_TOKENS,
+        most: int = MOST_DRAFTS,
     ) -> None:
-        """Without a proposer there are no guesses.
+        """Without a proposer there are no draft tokens.
 
         scope   who may learn from whose tokens
-        most    guesses for a sequence
+        most    draft tokens for a sequence
         """
         self._proposer = proposer
         self._scope = scope
@@ -40,13 +36,13 @@ class Speculator:
         self._hidden = HiddenStates()
         self._drafts: dict[int, Draft] = {}  # of the step that comes, by number of the request
         self._accepted = 0  # of the same step
-        self._asked = False  # whether time went into guesses for it
+        self._asked = False  # whether time went into draft tokens for it
         self.account = SpeculationAccount()
 
     def draft(self, sequence: SequenceState, most: int, sequences: int) -> tuple[int, ...]:
-        """At most `most` guesses for the next step, which computes `sequences` sequences."""
+        """At most `most` draft tokens for the next step, which computes `sequences` sequences."""
         others = sum(len(draft.tokens) for draft in self._drafts.values())
-        most = min(most, self._most, MOST_TOKENS - sequences - others)
+        most = min(most, self._most, MOST_DRAFTS - sequences - others)
         if self._proposer is None or most < 1 or not self._gate.is_open:
             return ()
         scope, worth = self._scope(sequence), self._gate.worth(sequences, others)
@@ -78,27 +74,27 @@ class Speculator:
         self.account = SpeculationAccount()
 
     def verified(self, sequence: SequenceState, accepted: int) -> None:
-        """The first `accepted` guesses of the step were right."""
+        """The first `accepted` draft tokens of the step were right."""
         draft = self._drafts[sequence.number]
         self._accepted += accepted
         self._gate.verified(draft, accepted)
         self.account.add(len(draft.tokens), accepted)
 
     def step_took(self, output: SchedulerOutput, seconds: float) -> int:
-        """The step has ended; how many of its guesses were wrong."""
-        guesses, accepted = output.num_drafts, self._accepted
+        """The step has ended; how many of its draft tokens were wrong."""
+        drafted, accepted = output.num_drafts, self._accepted
         self._drafts, self._accepted = {}, 0
         if self._proposer is None or output.prompt_tokens:  # the time of these tells nothing
             return 0
         emitted = len(output.segments) + accepted
-        if guesses:
+        if drafted:
             alone = self._gate.times.of(len(output.segments)) / len(output.segments)
             self.account.steps += 1
             self.account.tokens += emitted
             self.account.saved_s += emitted * alone - seconds
-        self._gate.step_took(output.num_tokens, emitted, seconds, guessing=self._asked)
+        self._gate.step_took(output.num_tokens, emitted, seconds, drafting=self._asked)
         self._asked = False
-        return guesses - accepted
+        return drafted - accepted
 
     def ended(self, sequence: SequenceState) -> None:
         """A request has ended."""

@@ -15,7 +15,8 @@ from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer, LayerState, StateTensor
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, StateRun
-from hmt.layers.linear import Params, linear_alike
+from hmt.kernels import ops
+from hmt.layers.linear import Params
 from hmt.layers.norm import RMSNorm
 
 _MIXTURE = 3  # rows of numbers: the largest logit, the sum of weights, and that of weighted numbers
@@ -264,8 +265,8 @@ class Compressor:
         places = step.positions % self.positions
         numbers, logits, wide = [], [], x.float()
         for part in self.parts:
-            given = linear_alike(wide, params[f"{part.name}kv"])
-            wanted = linear_alike(wide, params[f"{part.name}gate"])
+            given = ops.linear(wide, params[f"{part.name}kv"])
+            wanted = ops.linear(wide, params[f"{part.name}gate"])
             wanted = wanted + params[f"{part.name}bias"].data.float()[places]
             shape = (self.series, part.dim)
             numbers.append(given.unflatten(1, shape))

@@ -11,7 +11,7 @@ from hmt.contracts.step import Segment
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
 from hmt.layers.compressed.compressor import GroupRows
-from hmt.layers.linear import Params, linear_alike, linear_params, project
+from hmt.layers.linear import Params, linear_params, project
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class EntryIndexer:
                 yield None
                 continue
             if weights is None:
-                weights = linear_alike(x.float(), params["index_weights"])
+                weights = ops.linear(x.float(), params["index_weights"])
                 weights = weights * self.heads**-0.5
             skipped = first - run.start
             end = replace(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.kernels import ops
-from hmt.layers.linear import Params, linear_alike
+from hmt.layers.linear import Params
 
 
 class StreamMix(NamedTuple):
@@ -120,4 +120,4 @@ def _products(streams: Tensor, params: Params, name: str, eps: float) -> Tensor:
     """Matrix `name` times a token's streams, divided by their root mean square: f32."""
     rows = streams.float()
     ones = torch.ones(rows.shape[1], device=rows.device)
-    return linear_alike(ops.rms_norm(rows, ones, eps), params[name])
+    return ops.linear(ops.rms_norm(rows, ones, eps), params[name])

@@ -14,7 +14,7 @@ from hmt.contracts.store import KVCache
 from hmt.kernels import ops
 from hmt.layers.compressed.compressor import GroupMeans, GroupRows
 from hmt.layers.latent.mla import LatentAttention
-from hmt.layers.linear import Params, linear_alike, linear_params, project
+from hmt.layers.linear import Params, linear_params, project
 from hmt.layers.rope import Rotary
 
 _NORM_EPS = 1e-6  # of index keys, in all families
@@ -95,7 +95,7 @@ class KeyPool:
         Advances the recurrent state of `layer`.
         """
         places = step.positions % self.size
-        wanted = linear_alike(x.float(), params["index_pool_gate"])
+        wanted = ops.linear(x.float(), params["index_pool_gate"])
         wanted = wanted + params["index_pool_ape"].data.float()[places]
         known = self.averages(key.float()[:, None], wanted[:, None], layer, step, kv)
         self.rows.append(number, step, known, kv, x)
@@ -195,7 +195,7 @@ class Indexer:
             return ()
         query = project(compressed, params, "index_query").unflatten(-1, (self.heads, -1))
         query = self._turned(query, step)
-        weights = linear_alike(x.float(), params["index_weights"]) * self.heads**-0.5
+        weights = ops.linear(x.float(), params["index_weights"]) * self.heads**-0.5
         return [
             SelectedRun(
                 run,

@@ -29,10 +29,10 @@ from hmt.layers import (
     request_experts,
     routed_experts,
 )
-from hmt.models.config import Config, latent_attention, layer_kinds, norm, require
+from hmt.models.config import Config, latent_attention, layer_kinds, require
 from hmt.models.deepseek import selecting
-from hmt.models.hybrid import convolution_taps, renamed
-from hmt.models.linear_attention.kimi_linear import LatentHybrid
+from hmt.models.hybrid import renamed
+from hmt.models.linear_attention.kimi_linear import LatentHybrid, low_rank_delta
 
 # As they are published, and as transformers' modules call them.
 _NAMES = {
@@ -199,18 +199,7 @@ def _delta_attention(config: Config) -> DeltaAttention:
     bound = config.linear_lower_bound
     if bound is not None and not bound < 0:
         raise CheckpointError(f"linear_lower_bound is {bound}; it must be below 0")
-    heads, dim = config.linear_num_heads, config.linear_head_dim
-    return DeltaAttention(
-        config.hidden_size,
-        ops.DeltaHeads(heads, heads, dim, dim, by_channel=True, bound=float(bound or 0)),
-        norm(config),
-        convolution_taps(config, "linear_conv_kernel_dim"),
-        config.rms_norm_eps,
-        "sigmoid",
-        "f",
-        decay_rank=dim,
-        gate_rank=dim,
-    )
+    return low_rank_delta(config, bound=float(bound or 0))
 
 
 def _indexing_layers(config: Config, attending: str) -> list[bool]:

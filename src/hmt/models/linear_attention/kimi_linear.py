@@ -129,19 +129,7 @@ class KimiLinear(LatentHybrid):
         require(config, "mla_use_nope", True)
         require(config, "moe_layer_freq", 1)
         require(config, "moe_router_activation_func", "sigmoid")
-        heads, dim = config.linear_num_heads, config.linear_head_dim
-        recurrent = DeltaAttention(
-            config.hidden_size,
-            ops.DeltaHeads(heads, heads, dim, dim, by_channel=True),
-            norm(config),
-            convolution_taps(config, "linear_conv_kernel_dim"),
-            config.rms_norm_eps,
-            "sigmoid",
-            "f",
-            decay_rank=dim,
-            gate_rank=dim,
-            scale_shape=(1, 1, heads, 1),
-        )
+        recurrent = low_rank_delta(config, scale_shape=(1, 1, config.linear_num_heads, 1))
         still = NoRotary(config.qk_rope_head_dim, config.max_position_embeddings)
         scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
         super().__init__(config, dtype, latent_attention(config, still, scale), recurrent)
@@ -149,3 +137,25 @@ class KimiLinear(LatentHybrid):
     @override
     def layer_params(self, index: int) -> Iterator[BlockSpec]:
         return self.blocks_of(index, _NETWORKS, ("w1", "w3", "w2"))
+
+
+def low_rank_delta(
+    config: Config, *, bound: float = 0.0, scale_shape: tuple[int, ...] = ()
+) -> DeltaAttention:
+    """Delta attention whose decays and gates are projections of low rank.
+
+    bound, scale_shape   of decays: see `ops.DeltaHeads` and `DeltaAttention`
+    """
+    heads, dim = config.linear_num_heads, config.linear_head_dim
+    return DeltaAttention(
+        config.hidden_size,
+        ops.DeltaHeads(heads, heads, dim, dim, by_channel=True, bound=bound),
+        norm(config),
+        convolution_taps(config, "linear_conv_kernel_dim"),
+        config.rms_norm_eps,
+        "sigmoid",
+        "f",
+        decay_rank=dim,
+        gate_rank=dim,
+        scale_shape=scale_shape,
+    )

@@ -142,7 +142,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Guesses of next tokens: steps that verified any, what these gave, guesses, right ones."""
+    """Draft tokens: steps that verified any, what these gave, draft tokens, right ones."""
 
     steps: int
     tokens: int

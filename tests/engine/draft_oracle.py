@@ -1,4 +1,4 @@
-"""Proposers for tests: they know how texts go on, and are wrong as often as they are told to be."""
+"""A proposer for tests: it knows how sequences go on, and is wrong as often as it is told to be."""
 
 import random
 from collections.abc import Sequence
@@ -11,19 +11,19 @@ from hmt.engine.speculation.gate import SpeculationGate
 
 
 class Oracle:
-    """A Proposer that knows some texts, and guesses wrong with a probability."""
+    """A Proposer that knows some sequences, and guesses wrong with a probability."""
 
     needs_hidden = is_slow = False
 
-    def __init__(self, texts: Sequence[Sequence[int]], seed: int, wrong: float = 0.2) -> None:
-        self.texts = [list(text) for text in texts]
+    def __init__(self, sequences: Sequence[Sequence[int]], seed: int, wrong: float = 0.2) -> None:
+        self.sequences = [list(one) for one in sequences]
         self._random, self._wrong = random.Random(seed), wrong
 
     def propose(
         self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
     ) -> Draft:
         """A random number of tokens."""
-        known = next((text for text in self.texts if text[: len(tokens)] == list(tokens)), [])
+        known = next((one for one in self.sequences if one[: len(tokens)] == list(tokens)), [])
         right = known[len(tokens) : len(tokens) + self._random.randint(0, most)]
         guesses = [16 + t % 200 if self._random.random() < self._wrong else t for t in right]
         if not right and self._random.random() < 0.3:
