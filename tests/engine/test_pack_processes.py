@@ -13,6 +13,8 @@ from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert, verify
 from hmt.profiling.random_model import Shape, write_random_model
 
+# Weights of 4 bits take four times as long, most of it to find their scales.
+CONFIG = EngineConfig.resolve(quantization="w8a8")
 # Converts, and prints a line for everything that is done; at the end its peak of memory.
 CHILD = """
 import json, resource, sys
@@ -53,41 +55,47 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return {layers: folder / str(layers) for layers in (4, 20)}
 
 
+@pytest.fixture(scope="module")
+def whole(models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pack of a conversion that nothing disturbs."""
+    out = tmp_path_factory.mktemp("packs") / "whole"
+    convert(models[4], out, CONFIG)
+    return out
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_a_conversion_that_is_killed_goes_on(models: dict[int, Path], tmp_path: Path) -> None:
-    config = EngineConfig.resolve(quantization="w4a8")
-    convert(models[4], tmp_path / "whole", config)
+def test_a_conversion_that_is_killed_goes_on(
+    models: dict[int, Path], whole: Path, tmp_path: Path
+) -> None:
     chance, out = random.Random(1), tmp_path / "pack"
     for _ in range(2):
-        running = child(models[4], out, "w4a8")
+        running = child(models[4], out, "w8a8")
         assert running.stdout is not None
         for _ in range(chance.randrange(1, 8)):
             assert running.stdout.readline()
         running.kill()
         running.communicate()
     if not out.exists():  # a kill may come too late
-        convert(models[4], out, config)
-    assert not verify(out, config).damages
-    assert contents(out) == contents(tmp_path / "whole")
+        convert(models[4], out, CONFIG)
+    assert not verify(out, CONFIG).damages
+    assert contents(out) == contents(whole)
     assert not (tmp_path / "pack.partial").exists()
 
 
 def test_a_full_drive_leaves_no_pack_and_the_rest_is_made_later(
-    models: dict[int, Path], tmp_path: Path
+    models: dict[int, Path], whole: Path, tmp_path: Path
 ) -> None:
-    config = EngineConfig.resolve(quantization="w8a8")
-    convert(models[4], tmp_path / "whole", config)
     out = tmp_path / "pack"
     failed = child(models[4], out, "w8a8", largest_file=9 * MIB)
     _, said = failed.communicate()
     assert failed.returncode == 1, said
     assert "data-00001.hmt failed: File too large" in said and "goes on where it stopped" in said
     assert not out.exists()
-    convert(models[4], out, config)
-    assert contents(out) == contents(tmp_path / "whole")
+    convert(models[4], out, CONFIG)
+    assert contents(out) == contents(whole)
 
 
 def test_memory_does_not_grow_with_the_model(models: dict[int, Path], tmp_path: Path) -> None:

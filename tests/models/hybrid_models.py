@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plain_memory import published, put_tokenizer, random_reference
-from random_configs import cases
+from random_configs import case_of
 from transformers import PreTrainedModel
 
 import hmt
@@ -20,7 +20,7 @@ def publish(
 
     vocabulary   4096 for text, as the tokenizer has it; None: the case's
     """
-    [case] = (case for case in cases() if case.name == name)
+    case = case_of(name)
     case.config.max_position_embeddings = positions
     case.config.vocab_size = vocabulary or case.config.vocab_size
     reference = random_reference(case.config, case.seed)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from plain_memory import randomise
-from random_configs import cases
+from random_configs import case_of
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
@@ -58,7 +58,7 @@ WHOLE: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 def whole_model(kind: str) -> PreTrainedModel:
     made, name, vision = WHOLE[kind]
-    [case] = (case for case in cases() if case.name == name)
+    case = case_of(name)
     text = case.config.to_dict()
     if kind.startswith(("qwen", "glm")):
         vision = {**vision, "out_hidden_size": text["hidden_size"]}

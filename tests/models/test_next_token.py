@@ -12,7 +12,7 @@ from plain_memory import (
     random_reference,
     randomise,
 )
-from random_configs import cases
+from random_configs import case_of
 from transformers.modeling_layers import MtpLayer
 
 import hmt
@@ -28,7 +28,7 @@ COUNT = 23
 
 def oracle(name: str) -> tuple[Any, MtpLayer, dict[str, Any], dict[str, torch.Tensor]]:
     """transformers' model, its layer, config.json, and tensors as they are published."""
-    [case] = (case for case in cases() if case.name == name)
+    case = case_of(name)
     config = case.config
     trunk = random_reference(config, case.seed)
     layers = trunk.get_decoder().layers

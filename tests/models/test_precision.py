@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from plain_memory import Bench, bench_of, published, random_reference
-from random_configs import Case, cases
+from random_configs import Case, case_of
 
 from hmt.models import open_model
 
@@ -18,7 +18,7 @@ def rms(x: torch.Tensor) -> float:
 
 
 def by_name(*names: str) -> list[Case]:
-    return [case for case in cases() if case.name in names]
+    return [case_of(name) for name in names]
 
 
 @pytest.mark.parametrize(

@@ -31,24 +31,38 @@ POSITIONS = 400
 NEVER = "no model writes this"
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "qwen3_next-0",
-        "qwen3_5_text-0",
-        "kimi_linear-0",
-        "minimax-0",
-        "mamba2-1",
-        "falcon_h1-0",
-        "qwen4_exp_text-0",
-        "glm5_next_text-0",
-    ],
+FAMILIES = (
+    "qwen3_next-0",
+    "qwen3_5_text-0",
+    "kimi_linear-0",
+    "minimax-0",
+    "mamba2-1",
+    "falcon_h1-0",
+    "qwen4_exp_text-0",
+    "glm5_next_text-0",
 )
+
+
+def by_turns(family: str, *ways: str) -> str:
+    """The way that a family tries; two families or more try each.
+
+    Where state lies is known to memory and the cache alone, which see bytes, and what it holds to a
+    family's layers alone: all pairs of both take twice the time.
+    """
+    return ways[FAMILIES.index(family) % len(ways)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
 def made(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    family: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, PreTrainedModel]]:
-    folder = tmp_path_factory.mktemp(request.param)
-    yield folder, publish(request.param, folder, POSITIONS)
+    folder = tmp_path_factory.mktemp(family)
+    yield folder, publish(family, folder, POSITIONS)
 
 
 @pytest.fixture(scope="module")
@@ -99,15 +113,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("near", [True, False])
 def test_choices_share_a_prompt(
-    way: str,
+    near: bool,
+    family: str,
     made: tuple[Path, PreTrainedModel],
     alone: SingleAnswers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     folder, _ = made
+    way = "near" if near else by_turns(family, "few at once", "levels", "gpu", "both")
     options = OPTIONS | {"context": 2 * POSITIONS, "max_batch": 4} | WAYS[way]
     prompt = ids(151, 5)
     apart = [alone(drawn(prompt, seed)) for seed in range(7, 12)]
@@ -182,9 +198,10 @@ def computed_tokens(model: LoadedModel) -> int:
     return int(summary.prompt.tokens + summary.generation.tokens)
 
 
-@pytest.mark.parametrize("way", ["near", "levels", "gpu", "prefixes"])
+@pytest.mark.parametrize("near", [True, False])
 def test_who_was_sent_back_goes_on_where_it_was(
-    way: str,
+    near: bool,
+    family: str,
     made: tuple[Path, PreTrainedModel],
     alone: SingleAnswers,
     monkeypatch: pytest.MonkeyPatch,
@@ -192,6 +209,7 @@ def test_who_was_sent_back_goes_on_where_it_was(
     """With nothing computed again: its state and pages have stayed."""
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     folder, _ = made
+    way = "near" if near else by_turns(family, "levels", "gpu", "prefixes")
     requests = drawn(ids(41, 1), 1, 30), drawn(ids(52, 2), 2, 9, priority=1)
     options = OPTIONS | {"context": POSITIONS, "max_batch": 1}
     answers = list(map(alone, requests))
@@ -205,7 +223,7 @@ def test_who_was_sent_back_goes_on_where_it_was(
         assert computed_tokens(model) == 41 + 29 + 52 + 8
 
 
-@pytest.mark.parametrize("made", ["qwen3_next-0", "mamba2-1"], indirect=True)
+@pytest.mark.parametrize("family", ["qwen3_next-0", "mamba2-1"], indirect=True)
 def test_who_gives_its_pages_up_has_them_on_the_disk(
     made: tuple[Path, PreTrainedModel], alone: SingleAnswers, tmp_path: Path
 ) -> None:
@@ -339,24 +357,19 @@ def test_checkpoints_give_way_and_answers_stay(
         assert check_checkpoints(model) == 0
 
 
-@pytest.mark.parametrize(
-    ("piece", "way"),
-    [(1 << 22, {"kv_gpu_memory": "1MiB"}), (1000, {})],
-    ids=["whole, levels", "in pieces, near"],
-)
 def test_a_conversation_goes_on_after_a_restart(
-    piece: int,
-    way: dict[str, Any],
+    family: str,
     made: tuple[Path, PreTrainedModel],
     alone: SingleAnswers,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
     """From the disk, where states lie in pieces; a damaged one is computed again."""
-    monkeypatch.setattr(saved_states, "_PIECE_BYTES", piece)
+    way = by_turns(family, "levels", "near")
+    monkeypatch.setattr(saved_states, "_PIECE_BYTES", {"levels": 1 << 22, "near": 1000}[way])
     folder, _ = made
     options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
-    kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | way
+    kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | WAYS[way]
     tokens = ids(70, 1)
     for turn in range(5):
         wanted = alone(drawn(tokens, turn, 20))
@@ -373,14 +386,14 @@ def test_a_conversation_goes_on_after_a_restart(
         tokens = [*tokens, *wanted, *ids(25, 10 + turn)]
 
 
-@pytest.mark.parametrize("way", [{}, {"kv_gpu_memory": "1MiB"}], ids=["near", "levels"])
 def test_a_state_is_read_from_the_disk_once(
-    way: dict[str, Any], made: tuple[Path, PreTrainedModel], alone: SingleAnswers, tmp_path: Path
+    family: str, made: tuple[Path, PreTrainedModel], alone: SingleAnswers, tmp_path: Path
 ) -> None:
     """The next prompt with the same beginning has it in memory, pages and state."""
     folder, _ = made
+    way = by_turns(family, "near", "levels")
     options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
-    kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | way
+    kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | WAYS[way]
     head = ids(70, 1)
     requests = [drawn([*head, *ids(9, n)], n, 20) for n in range(4)]
     wanted = list(map(alone, requests))

@@ -1,11 +1,12 @@
 """Every rope type of transformers in every family: its logits, or a refusal that names the option.
 
 Prompts of two lengths, one beyond the limit at which LongRoPE and dynamic NTK change: whole, in
-chunks, token by token and beside each other.
+chunks, token by token at that limit and beside each other.
 """
 
 import copy
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +153,17 @@ def test_logits_are_transformers(family: str, kind: str, tmp_path: Path) -> None
     # The shorter first: transformers' modules keep the frequencies of the longest call.
     wanted = [logits_of(reference, prompt) for prompt in (short, long)]
     bench = bench_of(reference, tmp_path)
-    number = 0
-    for prompt, rows in zip((short, long), wanted, strict=True):
-        for size in (len(prompt), 7, 1):
-            number += 1
-            found = [
-                bench.compute(part(number, at, prompt[at : at + size], len(prompt)))
-                for at in range(0, len(prompt), size)
-            ]
-            torch.testing.assert_close(torch.cat(found), rows, atol=TOLERANCE, rtol=0)
+    # Whole, in chunks, and token by token where the type changes; test_parity has all others so.
+    ones = [0, *range(BORDER - 3, BORDER + 3), LONG]
+    cuts = [(short, [0, SHORT]), (short, [0, 7, SHORT - 1, SHORT]), (long, [0, LONG])]
+    cuts += [(long, [*range(0, LONG, 7), LONG]), (long, ones)]
+    for number, (prompt, borders) in enumerate(cuts):
+        found = [
+            bench.compute(part(number, begin, prompt[begin:end], len(prompt)))
+            for begin, end in pairwise(borders)
+        ]
+        rows = wanted[prompt is long]
+        torch.testing.assert_close(torch.cat(found), rows, atol=TOLERANCE, rtol=0)
     beside = bench.compute(part(101, 0, long, LONG), part(100, 0, short, SHORT))
     torch.testing.assert_close(beside, torch.cat(wanted[::-1]), atol=TOLERANCE, rtol=0)
 

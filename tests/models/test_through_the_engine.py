@@ -7,7 +7,7 @@ import pytest
 import torch
 from given_steps import in_steps
 from plain_memory import published, put_tokenizer, random_reference
-from random_configs import PROMPT_TOKENS, Case, cases
+from random_configs import PROMPT_TOKENS, Case, case_of, cases
 
 import hmt
 from hmt.engine import EngineConfig, prepare
@@ -73,7 +73,7 @@ def test_captured_steps_turn_each_run_by_its_own_length(
     names += [torch.cuda.get_device_name(0)] if torch.cuda.is_available() else []
     for device in names:
         monkeypatch.setitem(machine._links, device, LinkRates(40e9))
-    [case] = (case for case in cases() if case.name == name)
+    case = case_of(name)
     case.config.max_position_embeddings = 256
     published(random_reference(case.config, case.seed), tmp_path)
     put_tokenizer(tmp_path)

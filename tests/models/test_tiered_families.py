@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain_memory import published, put_tokenizer, random_reference
-from random_configs import Case, cases
+from random_configs import Case, case_of, cases
 
 import hmt
 from hmt.contracts.kv import ring_pages
@@ -97,7 +97,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ON_A_GPU)
 def test_nor_do_they_on_a_gpu(name: str, dtype: str, gpu: str, tmp_path: Path) -> None:
-    [case] = (case for case in cases() if case.name == name)
+    case = case_of(name)
     near = NEAR if dtype == "float32" else NEAR_16
     tried = [ON_A_GPU.index(name)]  # each compiles kernels of its own, which takes half a minute
     check(case, tmp_path, dtype, near, tried, gpu_id=gpu, gpu_memory="8GiB")
@@ -106,14 +106,14 @@ def test_nor_do_they_on_a_gpu(name: str, dtype: str, gpu: str, tmp_path: Path) -
 def test_nor_do_they_on_a_pretended_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     for name in ("gemma3_text-0", "deepseek_v3-1", "phi3-1"):
-        [case] = (case for case in cases() if case.name == name)
+        case = case_of(name)
         where = {"gpu_id": "fake", "gpu_memory": "64MiB"}
         check(case, tmp_path / name, "float32", NEAR, range(3), **where)
 
 
 def check_chosen(name: str, folder: Path, **where: Any) -> None:
     """Logits of tokens that choose pages: captured steps give what others give."""
-    [case] = (case for case in cases() if case.name == name)
+    case = case_of(name)
     published(random_reference(longer(case).config, case.seed), folder)
     put_tokenizer(folder)
     rng = random.Random(case.seed)
@@ -154,7 +154,7 @@ def test_so_they_are_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.parametrize("name", ["gemma3_text-0", "gpt_oss-0"])
 def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> None:
     """By itself: the plan with all positions in all layers would stream more, or not fit at all."""
-    [case] = (case for case in cases() if case.name == name)
+    case = case_of(name)
     published(random_reference(longer(case).config, case.seed), tmp_path)
     put_tokenizer(tmp_path)
     rng = random.Random(case.seed)
@@ -184,7 +184,7 @@ def test_windows_keep_rings_where_memory_is_short(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("batch", [2, 3])
 def test_choices_share_a_prompt_that_windows_forget(batch: int, tmp_path: Path) -> None:
     """More of them than run at once: one that waits keeps a copy, as long as there are others."""
-    [case] = (case for case in cases() if case.name == "gemma3_text-0")
+    case = case_of("gemma3_text-0")
     published(random_reference(longer(case).config, case.seed), tmp_path)
     put_tokenizer(tmp_path)
     rng = random.Random(case.seed)
