@@ -9,6 +9,9 @@
 //     namespace hmt::HMT_ISA { const NormKernels norm_kernels = {rms_norm}; }   // in norm.isa.cpp
 //     active(norm_kernel_tables()).rms_norm(...);         // where it is called
 //
+// Of AMX there are the files whose kernels use tiles (CMakeLists.txt names them); other kernels of
+// that level are those of the level below.
+//
 // Inside, `#if HMT_AVX512` and so on choose intrinsics.  Everything in a *.isa.cpp lies in
 // hmt::HMT_ISA, so that the linker never mixes versions; inline functions of the standard library
 // that are shared with other files must not be called in there (std::min and the like get inlined).
@@ -49,9 +52,7 @@ using Tables = std::array<const Table*, kIsas>;
 template <typename Table>
 const Table& active(Tables<Table> tables) {
   auto level = static_cast<std::size_t>(isa());
-#ifdef HMT_SANITIZED
   while (tables[level] == nullptr) --level;
-#endif
   return *tables[level];
 }
 
@@ -59,8 +60,6 @@ const Table& active(Tables<Table> tables) {
 
 #if defined(HMT_X86) && defined(HMT_SANITIZED)
 // Builds with sanitizers leave out what is nearly the same code: they would take three times as long.
-// Of AMX they have the tables whose kernels use tiles; other kernels of that level are the level's
-// below.
 #define HMT_TABLES(Type, name)                                                              \
   namespace portable { extern const Type name; }                                            \
   namespace avx512_bf16 { extern const Type name; }                                         \
@@ -74,7 +73,7 @@ const Table& active(Tables<Table> tables) {
   namespace avx2 { extern const Type name; }                                                \
   namespace avx512 { extern const Type name; }                                              \
   namespace avx512_bf16 { extern const Type name; }                                         \
-  namespace amx { extern const Type name; }                                                 \
+  namespace amx { extern const Type name __attribute__((weak)); }                           \
   inline Tables<Type> name##_tables() {                                                     \
     return {&portable::name, &avx2::name, &avx512::name, &avx512_bf16::name, &amx::name};   \
   }

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
+from instruction_sets import SANITIZED, without_tiles
 
 from hmt.kernels import reference
 from hmt.kernels.backend_registry import Backend
@@ -10,9 +11,11 @@ from hmt.kernels.cpu import extension
 from hmt.kernels.cpu.operations import CompiledOperations
 
 native = extension.load()
+_WHERE = [] if SANITIZED else ["plain torch"]
+_WHERE += without_tiles(native) if native else []
 
 
-@pytest.fixture(params=["plain torch", *(native.isas() if native else ())])
+@pytest.fixture(params=_WHERE)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Plain torch, and the extension on every instruction set."""
     if request.param == "plain torch":

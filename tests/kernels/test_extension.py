@@ -2,8 +2,10 @@
 
 import importlib
 import logging
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +63,25 @@ def test_the_instruction_set_is_the_one_that_was_asked_for(monkeypatch):
             assert extension.load().isa() == isa
     finally:
         native.set_isa(before)
+
+
+def test_products_alone_use_tiles():
+    """Of other kernels there is no version with AMX, and their tests leave it out."""
+    root = Path(__file__).parents[2]
+    names = re.search(r'INCLUDE REGEX\s+"/(.*)\[.\]isa', (root / "CMakeLists.txt").read_text())
+    compiled = {
+        str(file.relative_to(root / "csrc")).removesuffix(".isa.cpp")
+        for file in (root / "csrc").glob("*/*.isa.cpp")
+        if re.fullmatch(names[1], str(file.relative_to(root / "csrc")).removesuffix(".isa.cpp"))
+    }
+    used = {
+        file.relative_to(root / "csrc")
+        for file in (root / "csrc").glob("*/*")
+        if "HMT_AMX" in file.read_text()
+    }
+    tables = {str(file).removesuffix(".isa.cpp") for file in used if file.name.endswith(".cpp")}
+    assert tables == compiled - {"linear/panels_float"}  # whose functions linear/panels calls
+    assert {str(file.parent) for file in used} == {"base", "linear"}
 
 
 @pytest.mark.parametrize("kernels", ["auto", "native"])

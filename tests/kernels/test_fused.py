@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from instruction_sets import without_tiles
 from torch.nn import functional
 
 from hmt.kernels import ops, reference
@@ -19,7 +20,7 @@ ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 
-@pytest.fixture(params=native.isas() if native else [], autouse=True)
+@pytest.fixture(params=without_tiles(native) if native else [], autouse=True)
 def isa(request):
     before = native.isa()
     native.set_isa(request.param)

@@ -7,11 +7,14 @@ import torch
 from encoded import FLOATS, numbers, random_weight
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from instruction_sets import SANITIZED
 
 from hmt.contracts.encoding import BLOCK_SHAPES, Activations, Encoding
 from hmt.kernels import ops, reference
 
-BACKENDS = pytest.mark.parametrize("backend", [ops, reference], ids=["ops", "reference"])
+BACKENDS = pytest.mark.parametrize(
+    "backend", [ops] if SANITIZED else [ops, reference], ids=lambda b: b.__name__.rpartition(".")[2]
+)
 ENCODINGS = pytest.mark.parametrize("encoding", list(Encoding))
 EPSILON = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from instruction_sets import without_tiles
 
 from hmt.kernels import ops, reference
 from hmt.kernels.cpu import extension
@@ -14,7 +15,7 @@ SHAPES = [(1, 1), (2, 1), (7, 3), (8, 8), (60, 4), (64, 6), (128, 8), (255, 16),
 GROUPED = [(1, 1, 4, 4), (2, 1, 3, 2), (4, 2, 2, 4), (8, 4, 32, 8), (5, 5, 6, 11), (8, 3, 1, 3)]
 
 
-@pytest.fixture(params=native.isas() if native else ["reference"], autouse=True)
+@pytest.fixture(params=without_tiles(native) if native else ["reference"], autouse=True)
 def isa(request):
     if native is None:
         yield

@@ -7,7 +7,9 @@ strangers, and what the libraries need for them has no bound.
 import ast
 import importlib
 import os
-from typing import Any, Final
+import sys
+from types import ModuleType
+from typing import Any, Final, cast
 
 from hmt.sandbox.refusal import Refusal
 
@@ -31,6 +33,9 @@ class Converted:
         """
         # No file may be written here, and none is looked for elsewhere.
         os.environ |= {"TIKTOKEN_CACHE_DIR": "", "HF_HUB_OFFLINE": "1"}
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that there is no torch
+        # transformers would import torch, which takes longer than all else and has no use here.
+        sys.modules["torch"] = cast(ModuleType, None)
         needed = LIBRARIES[settings["kind"]]
         for module, package in needed.items():
             try:
