@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from hmt.engine import LoadedModel
-from hmt.engine.speculation.draft import Draft, Worth
+from hmt.engine.speculation.draft import Draft, Proposer, Worth
 from hmt.engine.speculation.gate import SpeculationGate
 
 
@@ -50,7 +50,7 @@ class OpenGate(SpeculationGate):
         return lambda name: True
 
 
-def always_guess(model: LoadedModel, proposer: Oracle) -> None:
+def always_guess(model: LoadedModel, proposer: Proposer) -> None:
     """Let a model verify all that `proposer` guesses."""
     model._core.speculator._proposer = proposer
     model._core.speculator._gate = OpenGate()

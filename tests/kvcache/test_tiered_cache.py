@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hmt.base.errors import BudgetError
 from hmt.base.trace import Tracer
 from hmt.contracts.kv import PinnedPages, min_device_pages, ring_pages
-from hmt.contracts.model import PAGE_TOKENS, KVKind, KVLayer
+from hmt.contracts.model import MOST_DRAFTS, PAGE_TOKENS, KVKind, KVLayer
 from hmt.contracts.plan import Tier
 from hmt.contracts.step import Step
 from hmt.kernels import ops
@@ -123,7 +123,8 @@ class Texts:
     def length(self, sequence: int) -> int:
         return len(self.rows[sequence][0])
 
-    def step(self, counts: dict[int, int]) -> None:
+    def step(self, counts: dict[int, int], wrong: dict[int, int] | None = None) -> None:
+        """`wrong`: how many of the last tokens were wrong drafts, which are taken back."""
         step = Step.build((s, self.length(s), [0] * n, 1) for s, n in counts.items())
         tokens = len(step.token_ids)
         for index, layer in enumerate(self.layers):
@@ -150,6 +151,10 @@ class Texts:
                 )  # fmt: skip
                 error = (out[run.tokens] - wanted).norm() / wanted.norm()
                 assert error <= self.near, (index, run, float(error))
+        for sequence, count in (wrong or {}).items():
+            left = self.length(sequence) - count
+            self.cache.allocator.rollback(sequence, left)
+            self.rows[sequence] = [rows[:left] for rows in self.rows[sequence]]
 
     def read(self, sequence: int) -> None:
         [run] = Step.build([(sequence, self.length(sequence) - 1, [0], 1)]).segments
@@ -189,7 +194,10 @@ def test_attention_does_not_depend_on_where_pages_lie(machine, warm, cold, data,
 
 
 def _some_step(texts, data):
-    """Sequences come, grow by some tokens, wait, reserve more or less, and go."""
+    """Sequences come, fork, grow by some tokens, wait, reserve more or less, and go.
+
+    Some of their tokens are drafts, of which some are taken back.
+    """
     cache = texts.cache
     tokens = data.draw(st.sampled_from([0, 1, 100, 400, 900]))
     pages = -(-tokens // PAGE_TOKENS)
@@ -199,7 +207,8 @@ def _some_step(texts, data):
         and pages * PAGE_TOKENS <= cache.allocator.free_tokens
     ):
         texts.open(tokens)
-    counts, budget = {}, CHUNK
+    _some_fork(texts, data)
+    counts, wrong, budget = {}, {}, CHUNK
     for sequence, held in cache.allocator.sequences.items():
         _other_room(texts, data, sequence)
         if held.parked:
@@ -208,11 +217,26 @@ def _some_step(texts, data):
         count = min(room, data.draw(st.sampled_from([0, 1, 5, CHUNK])), max(1, budget))
         if count:
             counts[sequence] = count
+            wrong[sequence] = data.draw(st.integers(0, min(count - 1, MOST_DRAFTS)))
             budget -= count - 1
     if counts:
-        texts.step(counts)
+        texts.step(counts, wrong)
     if texts.rows and data.draw(st.integers(0, 9)) == 0:
         texts.close(data.draw(st.sampled_from(sorted(texts.rows))))
+
+
+def _some_fork(texts, data):
+    """Perhaps another sequence with all that one of them holds; one of the two may end at once."""
+    running = [s for s, held in texts.cache.allocator.sequences.items() if not held.parked]
+    if not running or len(texts.rows) >= SEQUENCES or not data.draw(st.booleans()):
+        return
+    sequence = data.draw(st.sampled_from(running))
+    held = texts.length(sequence)
+    tokens = held + data.draw(st.sampled_from([1, 20, 100]))
+    if texts.cache.allocator.can_fork(sequence, held, tokens):
+        forked = texts.fork(sequence, held, tokens)
+        if data.draw(st.booleans()):
+            texts.close(data.draw(st.sampled_from([sequence, forked])))
 
 
 def _other_room(texts, data, sequence):

@@ -15,19 +15,26 @@ from hmt.cli.options import ModelArgument, choose_model
 def speculation(
     model: ModelArgument = None,
     ways: Annotated[
-        str, typer.Option(help="Values of --speculate; the first is what others are compared with.")
+        str,
+        typer.Option(
+            help="Values of --speculate, and llama.cpp=N: its lookup of N tokens, 0 for none.  The "
+            "first of an engine is what others are compared with."
+        ),
     ] = "off,auto",
     host_memory: Annotated[str, typer.Option(help="Of each of them.")] = "2GiB",
     tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 5,
     context: Annotated[int, typer.Option(min=64, help="Positions.")] = 1024,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Of every engine; default: one per core.")
+    ] = None,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Decoding with and without speculation, interleaved, on prompts of several kinds."""
     from hmt.cli.formatting import write_json
     from hmt_bench.speculation import run
 
-    options: dict[str, Any] = {"host_memory": host_memory, "context": context}
+    options: dict[str, Any] = {"host_memory": host_memory, "context": context, "threads": threads}
     with notes().status("starting") as status:
         content = run(
             choose_model(model), ways.split(","), options, tokens=tokens, rounds=rounds,
@@ -39,7 +46,7 @@ def speculation(
     for one in content["results"]:
         table.add_row(
             one["prompt"], one["way"], f"{one['tokens_per_s']:.1f}", f"{one['ratio']:.2f}",
-            f"{one['tokens_per_step']:.2f}", f"{one['accepted']} of {one['proposed']}",
+            f"{one['tokens_per_step'] or 0:.2f}", f"{one['accepted']} of {one['proposed']}",
         )  # fmt: skip
     Console(highlight=False).print(table)
     write_json(content, json)
