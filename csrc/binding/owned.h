@@ -52,11 +52,13 @@ struct PageSet {
   }
 };
 
-// The runs of a step with recurrent state: (slot, offset, length, whether it begins) of each.
+// The runs of a step with recurrent state: (slot, offset, length, whether it begins, drafts, pending)
+// of each.
 inline std::vector<StateRun> state_runs(const std::vector<size_t>& numbers) {
   std::vector<StateRun> runs;
-  for (size_t i = 0; i + 3 < numbers.size(); i += 4) {
-    runs.push_back({numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3] != 0});
+  for (size_t i = 0; i + 5 < numbers.size(); i += 6) {
+    runs.push_back({numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3] != 0,
+                    numbers[i + 4], numbers[i + 5]});
   }
   return runs;
 }

@@ -114,14 +114,18 @@ class OwnedDeltaWeights {
     layer_.output = output_.all()[0];
   }
 
-  // states: (address, numbers of a slot) of tails and of matrices
+  // states: (address, numbers of a slot) of tails and of matrices, and (address, room of a slot,
+  // numbers) of the journal, 0 where there is none
   DeltaLayer with(nb::tuple states) const {
     const auto tails = nb::cast<nb::tuple>(states[0]), matrices = nb::cast<nb::tuple>(states[1]);
+    const auto journal = nb::cast<nb::tuple>(states[2]);
     DeltaLayer layer = layer_;
     layer.conv.tails = at<float>(nb::cast<Address>(tails[0]));
     layer.conv.slot_stride = nb::cast<size_t>(tails[1]);
     layer.rule.states = at<float>(nb::cast<Address>(matrices[0]));
     layer.rule.slot_stride = nb::cast<size_t>(matrices[1]);
+    layer.journal = {at<float>(nb::cast<Address>(journal[0])), nb::cast<size_t>(journal[1]),
+                     nb::cast<size_t>(journal[2])};
     return layer;
   }
 

@@ -1,5 +1,6 @@
 #include "recurrent/recurrent.h"
 
+#include "base/scratch.h"
 #include "base/thread_pool.h"
 #include "fused/grain.h"
 
@@ -62,12 +63,14 @@ void gated_delta_rule(const DeltaRule& rule, StateRuns runs, size_t threads,
   const size_t each = rule.heads * parts;  // of a run
   const size_t numbers = 2 * rule.key_dim * (after ? rule.value_dim : kDeltaColumns);
   share(each * runs.count, rows_per_grain(numbers), threads, [&](size_t begin, size_t end) {
+    Scratch scratch(has_drafts(runs) ? rule.key_dim * kDeltaColumns * sizeof(float) : 0);
+    float* aside = scratch.take<float>(0);
     for (size_t i = begin; i < end; ++i) {
       const StateRun& run = runs.runs[i / each];
       const size_t head = i % each / parts, first = i % parts * kDeltaColumns;
       const size_t last = after ? rule.value_dim : least(first + kDeltaColumns, rule.value_dim);
       for (size_t at = first; at < last; at += kDeltaColumns) {
-        kernels.delta(rule, run, head, at, least(at + kDeltaColumns, last));
+        kernels.delta(rule, run, head, at, least(at + kDeltaColumns, last), aside);
       }
       if (after) after(run, head);
     }

@@ -15,15 +15,37 @@ namespace hmt {
 using std::size_t;
 
 // Tokens [offset, offset + length) of a call, of the sequence whose state is in a slot.  Where
-// `begins`, the state counts as zero, whatever is there.
+// `begins`, the state counts as zero, whatever is there.  The slot's state becomes that before the
+// last `drafts` tokens, whose results are those of the state behind them.
+//
+// pending   tokens of a journal that come before the run's and that the slot lacks: see StateJournal
 struct StateRun {
   size_t slot, offset, length;
   bool begins;
+  size_t drafts = 0, pending = 0;
+
+  size_t stays() const { return length - drafts; }
 };
 
 struct StateRuns {
   const StateRun* runs;
   size_t count;
+};
+
+inline bool has_drafts(StateRuns runs) {
+  for (size_t r = 0; r < runs.count; ++r) {
+    if (runs.runs[r].drafts > 0) return true;
+  }
+  return false;
+}
+
+// Inputs of tokens that a slot's state lacks, f32 [slots, room, numbers]: of the last drafts of its
+// sequence.  A run's `pending` first ones stay, and those of its own drafts take their place.
+struct StateJournal {
+  float* data;
+  size_t room, numbers;
+
+  float* row(size_t slot, size_t index) const { return data + (slot * room + index) * numbers; }
 };
 
 // out[t, c] = bias[c] plus the sum over i of weight[c, i] x[t - width + 1 + i, c], the bias first, then
@@ -108,7 +130,11 @@ struct RecurrentKernels {
   // By channel: g of heads [begin, end), those of all tokens counted.
   void (*delta_decays)(const DeltaRule& rule, size_t begin, size_t end);
   // Columns [begin, end) of a head's matrix, for all tokens of one run.
-  void (*delta)(const DeltaRule& rule, const StateRun& run, size_t head, size_t begin, size_t end);
+  // aside   f32 [key_dim, kDeltaColumns], for states behind drafts; may be null where there are none
+  void (*delta)(const DeltaRule& rule, const StateRun& run, size_t head, size_t begin, size_t end,
+                float* aside);
+  // Numbers of one type as those of another.
+  void (*convert)(DType from_type, const void* from, DType to_type, void* to, size_t count);
 };
 HMT_TABLES(RecurrentKernels, recurrent_kernels)
 

@@ -74,13 +74,14 @@ void conv(const CausalConv& p, const StateRun& run, size_t first, size_t last, s
 }
 
 void conv_tail(const CausalConv& p, const StateRun& run, size_t begin, size_t end) {
+  if (run.stays() == 0) return;
   with_numbers(p.type, [&](auto numbers) {
     using Numbers = decltype(numbers);
     const ptrdiff_t before = static_cast<ptrdiff_t>(p.width) - 1;
     for (size_t c = begin; c < end; c += 16) {
       const size_t count = end - c < 16 ? end - c : 16;
       for (ptrdiff_t i = 0; i < before; ++i) {  // each row comes from a later one
-        const ptrdiff_t at = static_cast<ptrdiff_t>(run.length) - before + i;
+        const ptrdiff_t at = static_cast<ptrdiff_t>(run.stays()) - before + i;
         float* row = p.tails + run.slot * p.slot_stride + static_cast<size_t>(i) * p.channels + c;
         write<F32Numbers>(row, count, row_at<Numbers>(p, run, at, c, count));
       }
@@ -184,22 +185,33 @@ void delta_decays(const DeltaRule& p, size_t begin, size_t end) {
 // `Count` registers of columns; the last one has 16 if `Whole`, else `last`.
 template <typename Numbers, size_t Count, bool Whole, bool ByChannel>
 void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t column,
-                   size_t last) {
+                   size_t last, float* aside) {
   using Type = typename Numbers::Type;
   const size_t key_head = head / (p.heads / p.key_heads);
   float* state = p.states + run.slot * p.slot_stride + head * p.key_dim * p.value_dim + column;
-  const auto row = [&](size_t i, size_t c) __attribute__((always_inline)) {
-    return state + i * p.value_dim + 16 * c;
-  };
   const auto lanes = [&](size_t c) __attribute__((always_inline)) {
     return Whole || c + 1 < Count ? size_t{16} : last;
   };
+  // The first draft goes from the state to what is aside, the next ones stay there.
+  const float* from = state;
+  float* to = state;
+  size_t from_row = p.value_dim, to_row = p.value_dim;
   if (run.begins) {
+    if (run.stays() == 0) {
+      from = to = aside;
+      from_row = to_row = kDeltaColumns;
+    }
     for (size_t i = 0; i < p.key_dim; ++i) {
-      for (size_t c = 0; c < Count; ++c) write<F32Numbers>(row(i, c), lanes(c), zero());
+      for (size_t c = 0; c < Count; ++c) {
+        write<F32Numbers>(to + i * to_row + 16 * c, lanes(c), zero());
+      }
     }
   }
   for (size_t t = run.offset; t < run.offset + run.length; ++t) {
+    if (t >= run.offset + run.stays()) {
+      to = aside;
+      to_row = kDeltaColumns;
+    }
     const float* work = p.work + t * p.work_row();
     const float* query = work + key_head * p.key_dim;
     const float* key = query + p.keys();
@@ -212,7 +224,7 @@ void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t 
     for (size_t i = 0; i < p.key_dim; ++i) {
       const F16v k = set1(ByChannel ? decays[i] * key[i] : key[i]);
       for (size_t c = 0; c < Count; ++c) {
-        known[c] = fma(k, read<F32Numbers>(row(i, c), lanes(c)), known[c]);
+        known[c] = fma(k, read<F32Numbers>(from + i * from_row + 16 * c, lanes(c)), known[c]);
       }
     }
     for (size_t c = 0; c < Count; ++c) {
@@ -223,12 +235,14 @@ void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t 
     for (size_t i = 0; i < p.key_dim; ++i) {
       const F16v k = set1(key[i]), q = set1(query[i]), g = ByChannel ? set1(decays[i]) : stays;
       for (size_t c = 0; c < Count; ++c) {
-        float* place = row(i, c);
-        const F16v numbers = fma(k, known[c], mul(g, read<F32Numbers>(place, lanes(c))));
-        write<F32Numbers>(place, lanes(c), numbers);
+        const F16v before = read<F32Numbers>(from + i * from_row + 16 * c, lanes(c));
+        const F16v numbers = fma(k, known[c], mul(g, before));
+        write<F32Numbers>(to + i * to_row + 16 * c, lanes(c), numbers);
         result[c] = fma(q, numbers, result[c]);
       }
     }
+    from = to;
+    from_row = to_row;
     Type* out = static_cast<Type*>(p.out) + (t * p.heads + head) * p.value_dim + column;
     for (size_t c = 0; c < Count; ++c) {
       write<Numbers>(out + 16 * c, lanes(c), Numbers::round(result[c]));
@@ -237,28 +251,45 @@ void delta_columns(const DeltaRule& p, const StateRun& run, size_t head, size_t 
 }
 
 template <bool ByChannel>
-void delta_as(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, size_t end) {
+void delta_as(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, size_t end,
+              float* aside) {
   with_numbers(p.type, [&](auto numbers) {
     using Numbers = decltype(numbers);
     if (end - begin == 16 * kRegisters) {
-      delta_columns<Numbers, kRegisters, true, ByChannel>(p, run, head, begin, 16);
+      delta_columns<Numbers, kRegisters, true, ByChannel>(p, run, head, begin, 16, aside);
       return;
     }
     for (size_t c = begin; c < end; c += 16) {
       const size_t last = end - c < 16 ? end - c : 16;
-      delta_columns<Numbers, 1, false, ByChannel>(p, run, head, c, last);
+      delta_columns<Numbers, 1, false, ByChannel>(p, run, head, c, last, aside);
     }
   });
 }
 
-void delta(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, size_t end) {
-  p.by_channel ? delta_as<true>(p, run, head, begin, end)
-               : delta_as<false>(p, run, head, begin, end);
+void delta(const DeltaRule& p, const StateRun& run, size_t head, size_t begin, size_t end,
+           float* aside) {
+  p.by_channel ? delta_as<true>(p, run, head, begin, end, aside)
+               : delta_as<false>(p, run, head, begin, end, aside);
+}
+
+void convert(DType from_type, const void* from, DType to_type, void* to, size_t count) {
+  with_numbers(from_type, [&](auto given) {
+    with_numbers(to_type, [&](auto wanted) {
+      using From = decltype(given);
+      using To = decltype(wanted);
+      for (size_t i = 0; i < count; i += 16) {
+        const size_t some = count - i < 16 ? count - i : 16;
+        const auto* source = static_cast<const typename From::Type*>(from) + i;
+        const F16v numbers = To::round(read<From>(source, some));
+        write<To>(static_cast<typename To::Type*>(to) + i, some, numbers);
+      }
+    });
+  });
 }
 
 }  // namespace
 
 const RecurrentKernels recurrent_kernels = {conv, conv_tail, delta_inputs, delta_decays,
-                                             delta};
+                                             delta, convert};
 
 }  // namespace hmt::HMT_ISA

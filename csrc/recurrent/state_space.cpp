@@ -1,5 +1,6 @@
 #include "recurrent/state_space.h"
 
+#include "base/scratch.h"
 #include "base/thread_pool.h"
 #include "fused/grain.h"
 
@@ -19,11 +20,13 @@ void state_space_scan(const StateSpaceScan& scan, StateRuns runs, size_t threads
   const size_t each = scan.heads * parts;  // of a run
   const size_t numbers = 2 * scan.state_dim * kScanColumns;
   share(each * runs.count, rows_per_grain(numbers), threads, [&](size_t begin, size_t end) {
+    Scratch scratch(has_drafts(runs) ? scan.state_dim * kScanColumns * sizeof(float) : 0);
+    float* aside = scratch.take<float>(0);
     for (size_t i = begin; i < end; ++i) {
       const size_t head = i % each / parts, first = i % parts * kScanColumns;
       const size_t last = first + kScanColumns;
       kernels.scan(scan, runs.runs[i / each], head, first,
-                   last < scan.head_dim ? last : scan.head_dim);
+                   last < scan.head_dim ? last : scan.head_dim, aside);
     }
   });
 }

@@ -88,8 +88,9 @@ struct StateSpaceKernels {
   // Tokens [begin, end).
   void (*steps)(const TimeSteps& steps, size_t begin, size_t end);
   // Columns [begin, end) of a head's state, for all tokens of one run.
+  // aside   f32 [state_dim, kScanColumns], for states behind drafts; may be null without these
   void (*scan)(const StateSpaceScan& scan, const StateRun& run, size_t head, size_t begin,
-               size_t end);
+               size_t end, float* aside);
   // Up to 16 channels from `channel` on, for all tokens of one run.
   void (*selective)(const SelectiveScan& scan, const StateRun& run, size_t channel, size_t count);
 };

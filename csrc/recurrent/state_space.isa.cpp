@@ -40,6 +40,14 @@ void steps(const TimeSteps& p, size_t begin, size_t end) {
   with_numbers(p.type, [&](auto numbers) { steps_as<decltype(numbers)>(p, begin, end); });
 }
 
+// Columns of a state before and behind some tokens: rows, and numbers from one to the next.
+struct Columns {
+  const float* from;
+  size_t from_row;
+  float* to;
+  size_t to_row;
+};
+
 // Some tokens of one head, in f32.
 struct Inputs {
   float keys[kTokens][kRows], queries[kTokens][kRows];  // of some rows
@@ -57,8 +65,8 @@ HMT_INLINE void widen(const void* from, size_t first, size_t count, float* to) {
 // `Tokens` tokens from `token` on, of `Count` registers of columns; the last register has 16 if
 // `Whole`, else `last`.
 template <typename Numbers, size_t Tokens, size_t Count, bool Whole>
-HMT_INLINE void scan_tokens(const StateSpaceScan& p, float* state, size_t token, size_t head,
-                            size_t column, size_t last, Inputs& in) {
+HMT_INLINE void scan_tokens(const StateSpaceScan& p, const Columns& state, size_t token,
+                            size_t head, size_t column, size_t last, Inputs& in) {
   using Type = typename Numbers::Type;
   const auto lanes = [&](size_t c) __attribute__((always_inline)) {
     return Whole || c + 1 < Count ? size_t{16} : last;
@@ -83,9 +91,10 @@ HMT_INLINE void scan_tokens(const StateSpaceScan& p, float* state, size_t token,
       widen<Numbers>(p.queries, (token + t) * p.query_stride + own, rows, in.queries[t]);
     }
     for (size_t i = 0; i < rows; ++i) {
-      float* row = state + (first + i) * p.head_dim + column;
+      const float* from = state.from + (first + i) * state.from_row;
+      float* to = state.to + (first + i) * state.to_row;
       F16v numbers[Count];
-      for (size_t c = 0; c < Count; ++c) numbers[c] = read<F32Numbers>(row + 16 * c, lanes(c));
+      for (size_t c = 0; c < Count; ++c) numbers[c] = read<F32Numbers>(from + 16 * c, lanes(c));
       for (size_t t = 0; t < Tokens; ++t) {
         const F16v k = set1(in.keys[t][i]), q = set1(in.queries[t][i]);
         for (size_t c = 0; c < Count; ++c) {
@@ -93,7 +102,7 @@ HMT_INLINE void scan_tokens(const StateSpaceScan& p, float* state, size_t token,
           total[t][c] = fma(q, numbers[c], total[t][c]);
         }
       }
-      for (size_t c = 0; c < Count; ++c) write<F32Numbers>(row + 16 * c, lanes(c), numbers[c]);
+      for (size_t c = 0; c < Count; ++c) write<F32Numbers>(to + 16 * c, lanes(c), numbers[c]);
     }
   }
   for (size_t t = 0; t < Tokens; ++t) {
@@ -112,36 +121,48 @@ HMT_INLINE void scan_tokens(const StateSpaceScan& p, float* state, size_t token,
 
 template <typename Numbers, size_t Count, bool Whole>
 void scan_columns(const StateSpaceScan& p, const StateRun& run, size_t head, size_t column,
-                  size_t last) {
-  float* state = p.states + run.slot * p.slot_stride + head * p.state_dim * p.head_dim;
+                  size_t last, float* aside) {
+  float* own = p.states + run.slot * p.slot_stride + head * p.state_dim * p.head_dim + column;
+  const Columns stays{own, p.head_dim, own, p.head_dim};
+  const Columns drafts{aside, kScanColumns, aside, kScanColumns};
   if (run.begins) {
+    const Columns& first = run.stays() > 0 ? stays : drafts;
     for (size_t i = 0; i < p.state_dim; ++i) {
-      float* row = state + i * p.head_dim + column;
       for (size_t c = 0; c < Count; ++c) {
-        write<F32Numbers>(row + 16 * c, Whole || c + 1 < Count ? 16 : last, zero());
+        write<F32Numbers>(first.to + i * first.to_row + 16 * c,
+                          Whole || c + 1 < Count ? 16 : last, zero());
       }
     }
   }
   Inputs inputs;
   size_t token = run.offset;
-  const size_t end = run.offset + run.length;
-  for (; token + kTokens <= end; token += kTokens) {
-    scan_tokens<Numbers, kTokens, Count, Whole>(p, state, token, head, column, last, inputs);
-  }
-  for (; token < end; ++token) {
-    scan_tokens<Numbers, 1, Count, Whole>(p, state, token, head, column, last, inputs);
-  }
+  const auto scan_until = [&](size_t end, Columns state) {
+    for (; token + kTokens <= end; token += kTokens) {
+      scan_tokens<Numbers, kTokens, Count, Whole>(p, state, token, head, column, last, inputs);
+      state.from = state.to, state.from_row = state.to_row;
+    }
+    for (; token < end; ++token) {
+      scan_tokens<Numbers, 1, Count, Whole>(p, state, token, head, column, last, inputs);
+      state.from = state.to, state.from_row = state.to_row;
+    }
+  };
+  scan_until(run.offset + run.stays(), stays);
+  if (run.drafts == 0) return;
+  const bool aside_only = run.begins && run.stays() == 0;
+  scan_until(run.offset + run.length,
+             aside_only ? drafts : Columns{own, p.head_dim, aside, kScanColumns});
 }
 
-void scan(const StateSpaceScan& p, const StateRun& run, size_t head, size_t begin, size_t end) {
+void scan(const StateSpaceScan& p, const StateRun& run, size_t head, size_t begin, size_t end,
+          float* aside) {
   with_numbers(p.type, [&](auto numbers) {
     using Numbers = decltype(numbers);
     size_t c = begin;
     for (; c + 16 * kRegisters <= end; c += 16 * kRegisters) {
-      scan_columns<Numbers, kRegisters, true>(p, run, head, c, 16);
+      scan_columns<Numbers, kRegisters, true>(p, run, head, c, 16, aside);
     }
     for (; c < end; c += 16) {
-      scan_columns<Numbers, 1, false>(p, run, head, c, end - c < 16 ? end - c : 16);
+      scan_columns<Numbers, 1, false>(p, run, head, c, end - c < 16 ? end - c : 16, aside);
     }
   });
 }
@@ -164,17 +185,30 @@ void selective_as(const SelectiveScan& p, const StateRun& run, size_t channel, s
   const auto row = [](const StridedRows& rows, size_t token) __attribute__((always_inline)) {
     return static_cast<const Type*>(rows.data) + token * rows.stride;
   };
-  float* state = p.states + run.slot * p.slot_stride + channel;
+  // The first draft goes from the state to what is aside, the next ones stay there.
+  float* own = p.states + run.slot * p.slot_stride + channel;
+  float aside[kRows][16];
+  const float* from = own;
+  float* to = own;
+  size_t from_row = p.channels, to_row = p.channels;
+  if (run.begins && run.stays() == 0) {
+    from = to = aside[0];
+    from_row = to_row = 16;
+  }
   float rates[kRows][16], keys[kRows], queries[kRows];
   for (size_t i = 0; i < p.state_dim; ++i) {
     float lanes[16] = {};
     for (size_t c = 0; c < count; ++c) lanes[c] = p.decay_scale[(channel + c) * p.state_dim + i];
     store(rates[i], sub(zero(), exp_full(load(lanes))));
-    if (run.begins) write<F32Numbers>(state + i * p.channels, count, zero());
+    if (run.begins) write<F32Numbers>(to + i * to_row, count, zero());
   }
   const F16v bias = read<F32Numbers>(p.bias + channel, count);
   const F16v skip = read<F32Numbers>(p.skip + channel, count);
   for (size_t t = run.offset; t < run.offset + run.length; ++t) {
+    if (t >= run.offset + run.stays()) {
+      to = aside[0];
+      to_row = 16;
+    }
     widen<Numbers>(p.keys.data, t * p.keys.stride, p.state_dim, keys);
     widen<Numbers>(p.queries.data, t * p.queries.stride, p.state_dim, queries);
     const F16v x = read<Numbers>(row(p.x, t) + channel, count);
@@ -182,13 +216,14 @@ void selective_as(const SelectiveScan& p, const StateRun& run, size_t channel, s
     const F16v added = mul(step, x);
     F16v total = zero();
     for (size_t i = 0; i < p.state_dim; ++i) {
-      float* place = state + i * p.channels;
+      const F16v before = read<F32Numbers>(from + i * from_row, count);
       const F16v decay = exp_full(mul(load(rates[i]), step));
-      const F16v number =
-          fma(set1(keys[i]), added, mul(decay, read<F32Numbers>(place, count)));
-      write<F32Numbers>(place, count, number);
+      const F16v number = fma(set1(keys[i]), added, mul(decay, before));
+      write<F32Numbers>(to + i * to_row, count, number);
       total = fma(set1(queries[i]), number, total);
     }
+    from = to;
+    from_row = to_row;
     Type* out = static_cast<Type*>(p.out) + t * p.channels + channel;
     write<Numbers>(out, count, Numbers::round(fma(skip, x, total)));
   }

@@ -11,18 +11,17 @@
 namespace hmt {
 namespace {
 
-// Pieces of a step's memory, all as wide as its type.
+// Pieces of memory for some tokens, all of one type.
 class Rows {
  public:
   // numbers: of a token, over all pieces; pieces: how many at most
-  Rows(const StackStep& step, size_t numbers, size_t pieces)
-      : step_(step),
-        scratch_(step.tokens * numbers * bytes_of(step.type) + pieces * Scratch::round(1)) {}
+  Rows(DType type, size_t tokens, size_t numbers, size_t pieces)
+      : row_(tokens * bytes_of(type)), scratch_(row_ * numbers + pieces * Scratch::round(1)) {}
 
-  char* take(size_t width) { return scratch_.take<char>(step_.tokens * width * bytes_of(step_.type)); }
+  char* take(size_t width) { return scratch_.take<char>(row_ * width); }
 
  private:
-  const StackStep& step_;
+  size_t row_;  // bytes of one number of each token
   Scratch scratch_;
 };
 
@@ -78,8 +77,62 @@ void gate_heads(const AttentionInputs& inputs, DType type, size_t tokens, const 
   });
 }
 
-// product = activation(gate) times the norm of x, of a head's results of a run; the last three are
-// [tokens, heads, value_dim], x and product without gaps.
+// The runs of a step with what is pending before each: tokens of the recurrence, which are more.
+struct PendingRuns {
+  explicit PendingRuns(StateRuns given) {
+    for (size_t r = 0; r < given.count; ++r) {
+      StateRun run = given.runs[r];
+      run.offset += pending;
+      run.length += run.pending;
+      pending += run.pending;
+      runs.push_back(run);
+    }
+  }
+
+  std::vector<StateRun> runs;
+  size_t pending = 0;
+};
+
+// Numbers of the tokens of `given`, behind those of a journal where there are some: in `room` then.
+//
+// first   where they begin in rows of the journal
+ConstMatrix behind_pending(const ConstMatrix& given, const PendingRuns& all,
+                           const StateJournal& journal, size_t first, char* room) {
+  if (all.pending == 0) return given;
+  const RecurrentKernels& kernels = active(recurrent_kernels_tables());
+  const size_t width = bytes_of(given.type), count = given.columns;
+  const char* from = static_cast<const char*>(given.data);
+  char* to = room;
+  for (const StateRun& run : all.runs) {
+    for (size_t n = 0; n < run.pending; ++n, to += count * width) {
+      kernels.convert(DType::kF32, journal.row(run.slot, n) + first, given.type, to, count);
+    }
+    for (size_t n = run.pending; n < run.length; ++n, to += count * width) {
+      std::memcpy(to, from, count * width);
+      from += given.stride * width;
+    }
+  }
+  return const_rows(room, given.type, given.rows + all.pending, count);
+}
+
+// Leave the numbers of drafts in the journal, once nothing of it is pending any more.
+void leave_drafts(const ConstMatrix& given, StateRuns runs, const StateJournal& journal,
+                  size_t first) {
+  const RecurrentKernels& kernels = active(recurrent_kernels_tables());
+  for (size_t r = 0; r < runs.count; ++r) {
+    const StateRun& run = runs.runs[r];
+    for (size_t n = 0; n < run.drafts; ++n) {
+      const size_t token = run.offset + run.stays() + n;
+      kernels.convert(given.type,
+                      static_cast<const char*>(given.data) +
+                          token * given.stride * bytes_of(given.type),
+                      DType::kF32, journal.row(run.slot, n) + first, given.columns);
+    }
+  }
+}
+
+// product = activation(gate) times the norm of x, of a head's results of a run; gate and product are
+// [tokens, heads, value_dim], and x the same of the run's own tokens; x and product without gaps.
 void gate_results(const DeltaLayer& layer, DType type, const StateRun& run, size_t head,
                   const ConstMatrix& gate, const char* x, char* product) {
   const DeltaRule& sizes = layer.rule;
@@ -89,7 +142,7 @@ void gate_results(const DeltaLayer& layer, DType type, const StateRun& run, size
   const size_t place =
       layer.tiled ? head % shared * sizes.key_heads + head / shared : head;  // see `tiled`
   char* out = product + (run.offset * row + place * dim) * width;
-  rms_norm({type, run.length, 1, dim, x + (run.offset * row + head * dim) * width, row, dim, out,
+  rms_norm({type, run.length, 1, dim, x + head * dim * width, row, dim, out,
             row, dim, norm.weight, norm.type, norm.eps, norm.offset, nullptr},
            1);
   const char* by =
@@ -104,7 +157,7 @@ void mix(const AttentionLayer& layer, const StackStep& step, char* x, size_t thr
   const AttentionInputs& inputs = layer.inputs;
   const size_t tokens = step.tokens, dim = inputs.dim, width = bytes_of(type);
   const size_t row = inputs.row(), out_row = inputs.heads * dim;
-  Rows memory(step, row + out_row, 2);
+  Rows memory(type, tokens, row + out_row, 2);
   char* heads = memory.take(row);
   char* out = memory.take(out_row);
   attention_inputs(inputs, const_rows(step.hidden, type, tokens, step.width),
@@ -132,11 +185,15 @@ void mix(const DeltaLayer& layer, const StackStep& step, char* x, size_t threads
   const size_t decays = count_of(layer.decay);
   const size_t more_gates = outputs_of(layer.through_gate);
   const size_t more_decays = outputs_of(layer.through_decay);
-  Rows memory(step,
+  const PendingRuns all_runs(step.states);
+  const StateRuns computed{all_runs.runs.data(), all_runs.runs.size()};
+  const size_t count = tokens + all_runs.pending;
+  const size_t journaled = rule.row() + rule.decays() + rule.heads;
+  Rows memory(type, count,
               step.width + row + 2 * rule.row() + gates + more_gates + decays + more_decays +
-                  rule.heads + 2 * values,
-              11);
-  Scratch work(tokens * rule.work_row() * sizeof(float));
+                  rule.heads + 2 * values + (all_runs.pending > 0 ? journaled : 0),
+              14);
+  Scratch work(count * rule.work_row() * sizeof(float));
 
   char* projected = memory.take(row);
   const Norm norm = norm_rows(layer.norm, type, tokens, step.width, step.hidden,
@@ -150,25 +207,37 @@ void mix(const DeltaLayer& layer, const StackStep& step, char* x, size_t threads
   const ConstMatrix decay = through(layer.through_decay,
                                     gather(all, layer.decay, true, memory.take(decays)),
                                     memory.take(more_decays), threads);
+  const ConstMatrix rate = gather(all, layer.rate, true, memory.take(rule.heads));
+  const ConstMatrix* parts[] = {&qkv, &decay, &rate};
+  ConstMatrix given[3];
+  for (size_t i = 0, first = 0; i < 3; first += parts[i++]->columns) {
+    char* room = all_runs.pending > 0 ? memory.take(parts[i]->columns) : nullptr;
+    given[i] = behind_pending(*parts[i], all_runs, layer.journal, first, room);
+  }
+  for (size_t i = 0, first = 0; i < 3; first += parts[i++]->columns) {
+    leave_drafts(*parts[i], step.states, layer.journal, first);
+  }
 
   CausalConv conv = layer.conv;
   conv.type = type;
-  conv.x = qkv.data;
-  conv.stride = qkv.stride;
+  conv.x = given[0].data;
+  conv.stride = given[0].stride;
   conv.out = memory.take(rule.row());
-  causal_conv(conv, step.states, threads);
+  causal_conv(conv, computed, threads);
 
   char* out = memory.take(values);
   rule.type = type;
-  rule.tokens = tokens;
+  rule.tokens = count;
   rule.qkv = conv.out;
-  rule.decay = decay.data;
-  rule.rate = gather(all, layer.rate, true, memory.take(rule.heads)).data;
+  rule.decay = given[1].data;
+  rule.rate = given[2].data;
   rule.out = out;
-  rule.work = work.take<float>(tokens * rule.work_row());
+  rule.work = work.take<float>(count * rule.work_row());
   char* product = memory.take(values);
-  gated_delta_rule(rule, step.states, threads, [&](const StateRun& run, size_t head) {
-    gate_results(layer, type, run, head, gate, out, product);
+  gated_delta_rule(rule, computed, threads, [&](const StateRun& run, size_t head) {
+    const StateRun& own = step.states.runs[&run - computed.runs];
+    const size_t before = (run.offset + run.pending) * values * bytes_of(type);
+    gate_results(layer, type, own, head, gate, out + before, product);
   });
   linear(&layer.output, 1, const_rows(product, type, tokens, values),
          rows(x, type, tokens, step.width), threads);

@@ -54,6 +54,7 @@ struct DeltaLayer {
   std::optional<Projection> through_gate, through_decay;
   CausalConv conv;  // weight, bias, tails, slot_stride, channels, width, gated
   DeltaRule rule;   // all but type, tokens, qkv, decay, rate, out and work
+  StateJournal journal;  // of rows of qkv, decays and rates, in this order
   NormWeight out_norm;  // [value_dim]
   Activation activation;
   // Gates, and inputs of `output`, are those of the first head of each key head, then of the second

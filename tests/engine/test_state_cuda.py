@@ -148,7 +148,7 @@ def test_a_graph_follows_runs_in_the_devices_memory() -> None:
     fixed = graph_ops.fixed_state_runs(where, 4)
     assert fixed is not None
     own, given = stores(6, "cuda"), stores(6, "cuda")
-    first = [StateRun(slot, slot, 1, False, advances=False) for slot in range(4)]
+    first = [StateRun(slot, slot, 1, False, drafts=1) for slot in range(4)]
     graph_ops.fill_state_runs(fixed, first)
     compute(ops, numbers, *given, fixed)  # compiles
     graph = torch.cuda.CUDAGraph()

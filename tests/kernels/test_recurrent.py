@@ -196,3 +196,29 @@ def test_no_division_changes_a_bit(kernels: Backend, sizes: tuple[Any, ...]) -> 
     assert torch.equal(first[:23], second_result[:23])
     assert torch.equal(torch.cat((first[:23], second_result[23:])), found[0][0])
     assert torch.equal(states[1], found[0][1][0]) and torch.equal(tails[1], found[0][2][0])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_drafts_leave_the_state_before_them(kernels: Backend, sizes: tuple[Any, ...]) -> None:
+    """For any number of them: results are those of all tokens, the state is that of the others."""
+    heads, numbers = inputs(sizes, 9, torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(heads.width, 4, generator=generator)
+    shape = (2, heads.heads, heads.key_dim, heads.value_dim)
+    states = torch.randn(shape, generator=generator), torch.randn(2, 3, heads.width)
+
+    def compute(known: list[Tensor], run: StateRun) -> Tensor:
+        own = [one[: run.length] for one in numbers[:3]]
+        own[0] = kernels.causal_conv(own[0], weight, known[1], [run])
+        return kernels.gated_delta_rule(*own, *numbers[3:], known[0], [run], heads)
+
+    for drafts in range(10):
+        for begins in (False, True):
+            known = [torch.full_like(one, NAN) if begins else one for one in states]
+            all_of, first, found = ([one.clone() for one in known] for _ in range(3))
+            wanted = compute(all_of, StateRun(1, 0, 9, begins))
+            if drafts < 9:
+                compute(first, StateRun(1, 0, 9 - drafts, begins))
+            assert torch.equal(compute(found, StateRun(1, 0, 9, begins, drafts)), wanted)
+            for one, other in zip(found, first, strict=True):
+                assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0)), drafts

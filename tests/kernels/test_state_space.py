@@ -1,7 +1,7 @@
 """State spaces: float64, transformers, and any division of a sequence."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -165,11 +165,36 @@ def test_what_does_not_advance_stays(kernels: Backend) -> None:
     numbers = inputs((1, 2, 16, 8), 5, torch.float32)
     states = torch.randn(2, 2, 16, 8)
     before = states.clone()
-    runs = [StateRun(1, 0, 3, False, advances=False), StateRun(0, 3, 2, True)]
+    runs = [StateRun(1, 0, 3, False, drafts=3), StateRun(0, 3, 2, True)]
     found = kernels.state_space_scan(*numbers, states, runs)
     assert torch.equal(states[1], before[1]) and not torch.equal(states[0], before[0])
     runs[0] = StateRun(1, 0, 3, False)
     assert torch.equal(kernels.state_space_scan(*numbers, before, runs), found)
+
+
+def drafts_leave_the_state_before_them(
+    compute: Callable[[Tensor, list[StateRun]], Tensor], states: Tensor
+) -> None:
+    """For any number of drafts, of 9 tokens: results are those of all, the state that before."""
+    for drafts in range(10):
+        for begins in (False, True):
+            known = torch.full_like(states, NAN) if begins else states
+            all_of, first, found = known.clone(), known.clone(), known.clone()
+            wanted = compute(all_of, [StateRun(1, 0, 9, begins)])
+            if drafts < 9:
+                compute(first, [StateRun(1, 0, 9 - drafts, begins)])
+            result = compute(found, [StateRun(1, 0, 9, begins, drafts)])
+            assert torch.equal(result, wanted), drafts
+            assert torch.equal(found.nan_to_num(7.0), first.nan_to_num(7.0)), drafts
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_scans_of_drafts(kernels: Backend, sizes: tuple[int, ...]) -> None:
+    numbers = inputs(sizes, 9, torch.float32)
+    drafts_leave_the_state_before_them(
+        lambda states, runs: kernels.state_space_scan(*numbers, states, runs),
+        torch.randn(2, *shape_of(sizes)),
+    )
 
 
 # channels, state_dim
@@ -188,6 +213,15 @@ def selective(sizes: tuple[int, int], tokens: int, dtype: torch.dtype) -> list[T
     x, raw = rows[:, :channels], 2 * rows[:, channels + 1 : 2 * channels + 1]
     keys, queries = rows[:, -2 * state_dim - 1 : -1].split(state_dim, 1)
     return [x, raw, normal(channels), normal(channels, state_dim), keys, queries, normal(channels)]
+
+
+@pytest.mark.parametrize("sizes", CHANNELS, ids=str)
+def test_selective_scans_of_drafts(kernels: Backend, sizes: tuple[int, int]) -> None:
+    numbers = selective(sizes, 9, torch.float32)
+    drafts_leave_the_state_before_them(
+        lambda states, runs: kernels.selective_scan(*numbers, states, runs),
+        torch.randn(2, sizes[1], sizes[0]),
+    )
 
 
 @pytest.mark.parametrize("sizes", CHANNELS, ids=str)
@@ -251,7 +285,7 @@ def test_no_division_of_a_selective_scan_changes_a_bit(
     assert all(all(map(torch.equal, pair, found[0])) for pair in found[1:])
     states, whole = torch.full((2, sizes[1], sizes[0]), NAN), slice(0, tokens)
     first = compute(whole, states, [StateRun(1, 0, 23, True), StateRun(0, 23, 27, True)])
-    aside = [StateRun(0, 0, 23, True), StateRun(1, 23, 27, False, advances=False)]
+    aside = [StateRun(0, 0, 23, True), StateRun(1, 23, 27, False, drafts=27)]
     before = states.clone()
     seen = compute(whole, states, aside)
     assert torch.equal(states[1], before[1])

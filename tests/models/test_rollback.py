@@ -29,7 +29,7 @@ NAMES = ["qwen3_next-0", "qwen3_5_text-0", "qwen3_5_moe_text-0", "lfm2-0", "lfm2
 NAMES += ["kimi_linear-0", "mamba2-1", "falcon_h1-0", "jamba-0", "qwen4_exp_text-0"]
 NAMES += ["deepseek_v4-0", "deepseek_v4-2", "glm5_next_text-0"]
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {"executor": "plain"},
+    "memory": {},
     "levels": {"kv_gpu_memory": "1MiB"},
     "gpu": {"gpu_id": "fake", "gpu_memory": "64MiB"},
 }

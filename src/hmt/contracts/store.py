@@ -153,19 +153,26 @@ class StateRun:
     offset    index of the run's first token in the step's flat arrays
     begins    The run begins with the sequence's first token: its state counts as zero, whatever
               the slot holds.
-    advances  Otherwise the slot stays as it is; results are the same.
+    drafts    last tokens by which the slot does not advance; results are the same
+    pending   tokens before the run that the slot lacks, whose inputs the layer's journal has
     """
 
     slot: int
     offset: int
     length: int
     begins: bool
-    advances: bool = True
+    drafts: int = 0
+    pending: int = 0
 
     @property
     def tokens(self) -> slice:
         """This run's part of the step's flat arrays."""
         return slice(self.offset, self.offset + self.length)
+
+    @property
+    def stays(self) -> int:
+        """Tokens by which the slot advances."""
+        return self.length - self.drafts
 
 
 # Advances a layer's state by the tokens of some runs: from their inputs to their results.
@@ -176,15 +183,17 @@ StateUpdate = Callable[[Sequence[torch.Tensor], Sequence[StateRun]], torch.Tenso
 class RecurrentState:
     """One layer's recurrent state, as a step reads and writes it.
 
-    tensors   by the names of `LayerState`: f32 [slots, *shape], changed in place
+    tensors   by the names of `LayerState`: f32 [slots, *shape], changed in place.  And `journal`,
+              f32 [slots, drafts, numbers]: inputs of the last drafts, as `advance` has them
     runs      of the step, in the order of its flat arrays
-    replay    what `advance` does where the state is behind its sequence, or some tokens are
-              guesses; None: it is not, and none is
+    replay    what `advance` does where some tokens are pending or drafts; None: none is
+    copies    Behind some pending tokens the state is copied, which only `replay` does.
     """
 
     tensors: Mapping[str, torch.Tensor]
     runs: Sequence[StateRun]
     replay: Callable[[Sequence[torch.Tensor], StateUpdate], torch.Tensor] | None = None
+    copies: bool = False
 
     def advance(self, inputs: Sequence[torch.Tensor], compute: StateUpdate) -> torch.Tensor:
         """What `compute` returns for a step's `inputs`, each [tokens, numbers]: [tokens, ...].

@@ -226,13 +226,17 @@ class LoadedModel:
             peak_rss_bytes=peak_resident_bytes(),
             expert_prefetch_gain=core.runner.expert_prefetch_gain,
             pools=core.memory.pool_stats(),
-            notes=self.prepared.model.spec.remarks + core.runner.notes,
+            notes=self._notes(),
             device=core.memory.device_account(self.plan),
             kv=core.memory.kv_account(),
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
             predicted=self._predictor.decoding(core.accounts.decoded),
             speculation=core.speculator.account.copy(),
         )
+
+    def _notes(self) -> tuple[str, ...]:
+        core = self._core
+        return self.prepared.demand.spec.remarks + core.runner.notes + core.speculator.notes
 
     def reset_summary(self) -> None:
         """Start counting anew."""

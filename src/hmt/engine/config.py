@@ -39,7 +39,6 @@ RETIRED = {
 }
 # Options without a successor, and the value that says what now always holds.
 GONE = {"kv_select": "bound"}
-_DRAFT_TOKENS = 8
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
 
@@ -68,7 +67,8 @@ class EngineConfig:
                           also by the checkpoint's multi-token prediction layers, "draft=PATH" by a
                           smaller model of the same tokenizer; "off" does not
     draft_tokens          guesses that a step may end with for each sequence of a model with
-                          recurrent state, which has a journal for so many; 8 with "mtp" and "draft"
+                          recurrent state, which has a journal for so many; None: 8, or as many as
+                          there are in 1/64 of the host memory
     kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to
                           host memory, or to the disk; None: all stay
     kv_host_memory_bytes  of host memory for those that do not; None: what is needed
@@ -128,7 +128,7 @@ class EngineConfig:
     max_prefill_tokens: int | None = None
     max_batch: int = 16
     speculate: str = "auto"
-    draft_tokens: int = 0
+    draft_tokens: int | None = None
     kv_gpu_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None
     kv_offload_dir: Path | None = None
@@ -183,8 +183,6 @@ class EngineConfig:
         if "prefix_cache_dir" in values:
             values["prefix_cache_dir"] = Path(values["prefix_cache_dir"]).expanduser()
             values.setdefault("prefix_cache", True)
-        if values.get("speculate", "auto") not in ("auto", "off"):
-            values.setdefault("draft_tokens", _DRAFT_TOKENS)
         if "kv_quant" in values:
             values["kv_quant"] = _kv_quant(values["kv_quant"])
         if "gpu_id" in values:

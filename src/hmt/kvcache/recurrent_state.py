@@ -75,6 +75,8 @@ class StateStore:
                 own = self._memory[:, first:end].unflatten(1, tensor.shape)
                 self._layers[index][tensor.name] = own
                 first = end
+            if journal.drafts:
+                self._layers[index]["journal"] = journal.of(index)
         self._positions: dict[int, int] = {}  # by sequence; of those that are open
         self._pending: dict[int, int] = {}  # tokens of them that are in the journal only
         self._segments: tuple[Segment, ...] | None = None  # of the step that has begun
@@ -93,7 +95,8 @@ class StateStore:
         tensors, replay = self._layers[layer], None
         if self._replay is not None:
             replay = partial(self._replay, self._journal.of(layer), tensors)
-        return RecurrentState(tensors, self._runs, replay)
+        copies = self._replay is not None and self._replay.copies
+        return RecurrentState(tensors, self._runs, replay, copies)
 
     def tensors(self, layer: int) -> Mapping[str, torch.Tensor]:
         """Of all slots, as `RecurrentState` has them."""
@@ -118,7 +121,7 @@ class StateStore:
         """
         given = self._runs
         if not advances:
-            given = ops.StateRuns(replace(run, advances=False) for run in given)
+            given = ops.StateRuns(replace(run, drafts=run.length) for run in given)
         self._captured, self._captured_runs = captured, self._filled(runs, given)
 
     def can_run_ahead(self, runs: Sequence[Segment]) -> bool:
@@ -255,7 +258,7 @@ class StateStore:
         self._replay = None
         if any(run.lags for run in runs):
             self._replay = StepReplay(runs, self._journal.drafts, self._memory.device)
-        return ops.StateRuns(run.usual for run in runs)
+        return ops.StateRuns(run.run for run in runs)
 
     def _end_copies(self) -> None:
         """Checkpoints that layers were to make are there, unless the step failed before the end."""

@@ -1,7 +1,9 @@
 """Recurrent state that can go back by some tokens: a journal of what these would have changed.
 
-A step does not write the state behind tokens that may be taken back.  It leaves their inputs in the
-journal, and the next step advances the state by those that have stayed before it computes its own.
+A step does not write the state behind its drafts, which may be taken back.  It leaves their inputs
+in the journal, and the next step advances the state by those that have stayed before it computes
+its own.  Layers that the CPU computes in one call do both there (csrc/sublayers/mixers.cpp); for
+others `StepReplay` has the kernels compute what is pending in front of a step's tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +40,8 @@ class StateJournal:
             self._layers[layer] = part.view(*shape, self._inputs[layer])
 
     def of(self, layer: int) -> Tensor:
-        """[slots * drafts, numbers] of a layer."""
-        return self._layers[layer].flatten(0, 1)
+        """[slots, drafts, numbers] of a layer."""
+        return self._layers[layer]
 
     def copy(self, slot: int, to: int) -> None:
         """Let a slot have what another one has."""
@@ -66,16 +68,12 @@ class JournaledRun:
         return self.pending > 0 or self.segment.drafts > 0
 
     @property
-    def usual(self) -> StateRun:
-        """The run where it does not lag."""
-        segment = self.segment
-        return StateRun(self.slot, segment.offset, segment.length, segment.start == 0)
-
-    @property
-    def guesses(self) -> Iterator[tuple[int, int]]:
-        """The run's guesses from 0 on, each with its index in the step's flat arrays."""
-        end = self.segment.offset + self.segment.length
-        return enumerate(range(end - self.segment.drafts, end))
+    def run(self) -> StateRun:
+        """As kernels have it."""
+        part = self.segment
+        return StateRun(
+            self.slot, part.offset, part.length, part.start == 0, part.drafts, self.pending
+        )
 
 
 @dataclass(slots=True)
@@ -83,60 +81,50 @@ class _Part:
     """Tokens by which states are advanced in one call, some of each run.
 
     entries   of the journal, of which the call has some: numbers of the flat [slots * drafts]
-    tokens    of the step, the same
-    order     indices of these, and behind them of those, as the call has them
-    results   indices of what belongs to `tokens`
+    order     indices of what the call has: of the step's tokens, or behind these of `entries`
+    results   indices of what belongs to the step's tokens
     copies    slots that are copied afterwards, and to which
     """
 
     runs: list[StateRun] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    order: list[tuple[bool, int]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(
-        self, slot: int, entries: range, tokens: range, *, begins: bool, advances: bool = True
-    ) -> None:
-        """A run of tokens of the journal, and then of the step."""
-        offset, length = len(self.order), len(entries) + len(tokens)
-        if not length:
-            return
-        self.order += [(False, len(self.entries) + n) for n in range(len(entries))]
-        self.order += [(True, len(self.tokens) + n) for n in range(len(tokens))]
+    def add(self, run: StateRun, entries: range, tokens: int) -> None:
+        """Tokens of the journal, and then the run's own, if it has any; `tokens` of the step."""
+        offset = len(self.order)
+        self.order += range(tokens + len(self.entries), tokens + len(self.entries) + len(entries))
+        self.order += range(run.offset, run.offset + run.length)
         self.entries += entries
-        self.tokens += tokens
-        self.results += range(offset + len(entries), offset + length)
-        self.runs.append(StateRun(slot, offset, length, begins, advances))
+        self.results += range(offset + len(entries), len(self.order))
+        length = len(entries) + run.length
+        self.runs.append(StateRun(run.slot, offset, length, run.begins, run.drafts))
 
     def indices(self, where: torch.device) -> tuple[Tensor, ...]:
-        """`entries`, `tokens`, `order` and `results`, int64 on a device."""
-        count = len(self.entries)
-        order = [count * of_step + index for of_step, index in self.order]
-        lists = self.entries, self.tokens, order, self.results
+        """`entries`, `order` and `results`, int64 on a device."""
+        lists = self.entries, self.order, self.results
         return tuple(torch.tensor(numbers, dtype=torch.int64).to(where) for numbers in lists)
 
 
 class StepReplay:
     """What a step does to states of which some are behind their sequences, for all layers.
 
+    copies   whether states are copied on the way
     layers   that have done it
     """
 
     def __init__(self, runs: Sequence[JournaledRun], drafts: int, where: torch.device) -> None:
         """`drafts`: tokens that a journal has room for, of each slot."""
+        self.copies = any(run.copy is not None for run in runs)
         self.layers = 0
-        self._usual = ops.StateRuns(run.usual for run in runs if not run.lags)
-        late = [run for run in runs if run.lags]
-        self._parts = [
-            (part.copies, ops.StateRuns(part.runs), part.indices(where))
-            for part in _parts(late, drafts)
-            if part.runs
-        ]
-        pairs = [(token, run.slot * drafts + n) for run in late for n, token in run.guesses]
-        numbers = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(where)
-        self._guesses, self._entries = numbers[:, 0], numbers[:, 1]
+        self._runs = list(runs)
+        self._drafts = drafts
+        self._where = where
+        # Made when the first layer asks: those of one compiled call do not.
+        self._parts: list[tuple[_Part, ops.StateRuns, tuple[Tensor, ...]]] | None = None
+        self._left: tuple[Tensor, Tensor] | None = None  # drafts' tokens, and their entries
 
     def __call__(
         self,
@@ -145,42 +133,57 @@ class StepReplay:
         inputs: Sequence[Tensor],
         compute: StateUpdate,
     ) -> Tensor:
-        """As `RecurrentState.advance`, with a layer's journal [slots * drafts, numbers] f32."""
-        out = compute(inputs, self._usual) if self._usual else None
+        """As `RecurrentState.advance`, with a layer's journal [slots, drafts, numbers] f32."""
+        flat = journal.flatten(0, 1)
+        if self._parts is None:
+            parts = list(self._divided())
+            made = [(part, ops.StateRuns(part.runs), part.indices(self._where)) for part in parts]
+            self._parts, self._left = made, self._drafts_left()
         widths = [numbers[0].numel() for numbers in inputs]
-        for copies, runs, (entries, tokens, order, results) in self._parts:
-            known = journal[entries].split(widths, dim=1)
-            given = [
-                torch.cat((old.to(new.dtype).view(-1, *new.shape[1:]), new[tokens]))[order]
-                for old, new in zip(known, inputs, strict=True)
-            ]
-            found = compute(given, runs)
-            if out is None:
-                out = found.new_empty((len(inputs[0]), *found.shape[1:]))
-            out[tokens] = found[results]
-            for slot, to in copies:
+        out = None
+        for part, runs, (entries, order, results) in self._parts:
+            given = list(inputs)
+            if part.entries:
+                known = flat[entries].split(widths, dim=1)
+                given = [
+                    torch.cat((new, old.to(new.dtype).view(-1, *new.shape[1:])))[order]
+                    for old, new in zip(known, inputs, strict=True)
+                ]
+            out = compute(given, runs)
+            if part.entries:
+                out = out[results]
+            for slot, to in part.copies:
                 for tensor in tensors.values():
                     tensor[to] = tensor[slot]
-        guesses = [numbers[self._guesses].flatten(1).float() for numbers in inputs]
-        journal[self._entries] = torch.cat(guesses, dim=1)
+        assert self._left is not None and out is not None, "a step without a run"
+        tokens, places = self._left
+        if len(tokens):
+            left = [numbers[tokens].flatten(1).float() for numbers in inputs]
+            flat[places] = torch.cat(left, dim=1)
         self.layers += 1
-        assert out is not None, "a step without a run"
         return out
 
+    def _divided(self) -> Iterator[_Part]:
+        """What is behind, as far as copies are made of it; then everything else."""
+        early, rest = _Part(), _Part()
+        tokens = sum(run.segment.length for run in self._runs)
+        for run in self._runs:
+            first, done = run.slot * self._drafts, 0
+            if run.copy is not None:
+                done, to = run.copy
+                early.add(StateRun(run.slot, 0, 0, False), range(first, first + done), tokens)
+                early.copies.append((run.slot, to))
+            rest.add(run.run, range(first + done, first + run.pending), tokens)
+        if early.runs:
+            yield early
+        yield rest
 
-def _parts(runs: Sequence[JournaledRun], drafts: int) -> Iterator[_Part]:
-    """First what is behind, as far as copies are made of it; then what stays; then guesses."""
-    early, stays, guesses = _Part(), _Part(), _Part()
-    for run in runs:
-        slot, segment, done = run.slot, run.segment, 0
-        entries = range(slot * drafts, slot * drafts + run.pending)
-        if run.copy is not None:
-            done, to = run.copy
-            early.add(slot, entries[:done], range(0), begins=False)
-            early.copies.append((slot, to))
-        end = segment.offset + segment.length
-        tokens = range(segment.offset, end - segment.drafts)
-        stays.add(slot, entries[done:], tokens, begins=segment.start == 0)
-        tokens = range(end - segment.drafts, end)
-        guesses.add(slot, range(0), tokens, begins=False, advances=False)
-    yield from (early, stays, guesses)
+    def _drafts_left(self) -> tuple[Tensor, Tensor]:
+        """Tokens of the step that are drafts, and entries of the journal that they are left in."""
+        pairs = [
+            (run.run.offset + run.run.stays + number, run.slot * self._drafts + number)
+            for run in self._runs
+            for number in range(run.segment.drafts)
+        ]
+        numbers = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).to(self._where)
+        return numbers[:, 0], numbers[:, 1]

@@ -112,15 +112,14 @@ class FusedLayers:
     def __call__(self, hidden: Tensor, step: Step) -> bool:
         """Change hidden [tokens, hidden_size] as the layers do, and append to the KV.
 
-        False, and nothing done, for a step of many tokens, or one whose states are behind their
-        sequences.
+        False, and nothing done, for a step of many tokens, or one that copies states on its way.
         """
         if len(hidden) > _MOST_TOKENS or not hidden.is_contiguous():
             return False
         states: Sequence[StateRun] = ()
         if self._recurrent is not None:
             state = self._kv.state(self._recurrent, step)
-            if state.replay is not None or not all(run.advances for run in state.runs):
+            if state.copies:
                 return False
             states = state.runs
         angles = [rotary.cos_sin(step) for rotary in self._rotaries]

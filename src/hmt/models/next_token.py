@@ -51,6 +51,8 @@ def _deepseek_names(config: Mapping[str, Any]) -> _Names | None:
 
 
 def _qwen_names(config: Mapping[str, Any]) -> _Names | None:
+    if "num_nextn_predict_layers" in config:  # of a GGUF file, where all are called alike
+        return _deepseek_names(config)
     if not config.get("mtp_num_hidden_layers", 1):
         return None
     return _Names(

@@ -173,6 +173,9 @@ def _work(summary: RunSummary) -> Iterator[Metric]:
     text = "Draft tokens that were right, by their place in the draft"
     depths = {str(n): float(right) for n, (_, right) in enumerate(drafts.by_depth, 1)}
     yield _labelled(CounterMetricFamily, "hmt_speculated_depth", text, "depth", depths)
+    yield CounterMetricFamily(
+        "hmt_speculation_failures", "Proposers that failed", value=drafts.failures
+    )
     yield GaugeMetricFamily(
         "hmt_speculation_saved_seconds", "Time that drafts saved", value=drafts.saved_s
     )

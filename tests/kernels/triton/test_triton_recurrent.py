@@ -192,6 +192,29 @@ def test_no_division_changes_a_bit(
     assert torch.equal(states[1], found[0][1][0]) and torch.equal(tails[1], found[0][2][0])
 
 
+def test_drafts_leave_the_state_before_them(device: torch.device) -> None:
+    heads, numbers = inputs((2, 4, 16, 8), 5, torch.float32)
+    numbers = [x.to(device) for x in numbers]
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(heads.width, 4, generator=generator).to(device)
+    states = torch.randn(2, 4, 16, 8, generator=generator).to(device)
+    tails = torch.randn(2, 3, heads.width, generator=generator).to(device)
+
+    def compute(known: list[Tensor], run: StateRun) -> Tensor:
+        own = [one[: run.length] for one in numbers[:3]]
+        own[0] = kernels.causal_conv(own[0], weight, known[1], [run])
+        found: Tensor = kernels.gated_delta_rule(*own, *numbers[3:], known[0], [run], heads)
+        return found
+
+    for drafts in (0, 1, 4, 5):
+        all_of, first, found = ([one.clone() for one in (states, tails)] for _ in range(3))
+        wanted = compute(all_of, StateRun(1, 0, 5, False))
+        if drafts < 5:
+            compute(first, StateRun(1, 0, 5 - drafts, False))
+        assert torch.equal(compute(found, StateRun(1, 0, 5, False, drafts)), wanted)
+        assert all(map(torch.equal, found, first))
+
+
 def test_runs_in_the_devices_memory_are_those_of_the_step(device: torch.device) -> None:
     """One tensor for steps with other slots, fewer runs, and runs that leave their state alone."""
     heads, numbers = inputs((1, 2, 16, 8), 3, torch.float32)
@@ -218,7 +241,7 @@ def test_runs_in_the_devices_memory_are_those_of_the_step(device: torch.device) 
     own, given = stores(), stores()
     for runs in steps:
         before = [x.clone() for x in given]
-        aside = [replace(run, advances=False) for run in runs]
+        aside = [replace(run, drafts=run.length) for run in runs]
         kernels.update_state_runs(fixed, aside)
         seen = compute(given, fixed)
         assert all(map(torch.equal, given, before))
@@ -235,9 +258,9 @@ def test_runs_in_the_devices_memory_are_those_of_the_step(device: torch.device) 
 def test_the_reference_and_the_kernels_leave_alone_what_does_not_advance() -> None:
     heads, numbers = inputs((1, 2, 16, 8), 5, torch.float32)
     states = torch.randn(2, 2, 16, 8, generator=torch.Generator().manual_seed(1))
-    runs = [StateRun(1, 0, 3, False, advances=False), StateRun(0, 3, 2, True)]
+    runs = [StateRun(1, 0, 3, False, drafts=3), StateRun(0, 3, 2, True)]
     before = states.clone()
     found = reference.gated_delta_rule(*numbers, states, runs, heads)
     assert torch.equal(states[1], before[1]) and not torch.equal(states[0], before[0])
-    runs[0] = replace(runs[0], advances=True)
+    runs[0] = replace(runs[0], drafts=0)
     assert torch.equal(reference.gated_delta_rule(*numbers, before, runs, heads), found)

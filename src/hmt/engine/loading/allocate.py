@@ -78,7 +78,8 @@ def allocate(
             for share in plan.devices
             if share.stages  # a search may find the CPU alone faster
         )  # fmt: skip
-        kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack)
+        drafts = prepared.demand.draft_tokens
+        kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack, drafts)
         prefixes = open_prefixes(model, prepared.source, config, kv, pools["prefixes"], stack)
         for on_device in on_devices:
             # What this thread does to KV pages and recurrent state between steps (forks, prefixes)

@@ -13,6 +13,7 @@ from hmt.contracts.encoding import Packing
 from hmt.contracts.model import EXPERT_UNPACKED_BYTES, PAGE_TOKENS, Model
 from hmt.engine.config import EngineConfig
 from hmt.engine.experts.predictor import expert_count
+from hmt.engine.loading.draft_journal import journaled_drafts
 from hmt.engine.loading.kv import selection_of
 from hmt.engine.loading.prefix_cache import prefix_bytes, spare_states
 from hmt.engine.loading.source import Source
@@ -87,18 +88,19 @@ def demand_of(
     number = page_encoding(on_device, model.dtype).dtype
     # Sequences that share device pages have all of them there, windows included.
     shared = config.prefix_cache and config.kv_gpu_memory_bytes is None
-    layers = model.spec.kv_layers
+    drafts, spec = journaled_drafts(model.spec, config, spare_states(model, config))
+    layers = spec.kv_layers
     pages = kv_sizes(layers, model.dtype, on_host, on_disk, selection_of(config), on_device)
     return Demand(
-        spec=model.spec,
+        spec=spec,
         blocks=tuple(replace(sizes[id(layout)], id=b) for b, layout in layouts.items()),
         staging_bytes=max(layout.staging_bytes for layout in distinct),
         row_bytes=max((row_span_bytes(table) for table in tables), default=0),
         kv_token_bytes=page_bytes(layers.values(), number) // PAGE_TOKENS,
         kv_layer_bytes=max((layer.row_width for layer in layers.values()), default=0)
         * model.dtype.itemsize,
-        sequence_bytes=_sequence_bytes(model, config),
-        draft_tokens=config.draft_tokens,
+        sequence_bytes=spec.state_bytes + spec.journal_bytes(range(spec.layers), drafts),
+        draft_tokens=drafts,
         spare_states=spare_states(model, config),
         score_bytes=ops.ATTENTION_WORKSPACE_BYTES,
         batch=config.max_batch,
@@ -116,17 +118,6 @@ def demand_of(
         prefix_bytes=prefix_bytes(model, config),
         kv_sizes=None if shared else KVTierSizes(**pages),
     )
-
-
-def _sequence_bytes(model: Model, config: EngineConfig) -> int:
-    """Recurrent state of one sequence, and its journal.  Raises ConfigError where it has none."""
-    spec, drafts = model.spec, config.draft_tokens
-    if drafts and spec.state_bytes and not spec.state_inputs:
-        raise ConfigError(
-            f"draft_tokens={drafts}, but layers of {spec.architecture} have recurrent state that "
-            "cannot go back by a token: leave it at 0"
-        )
-    return spec.state_bytes + spec.journal_bytes(range(spec.layers), drafts)
 
 
 def _matrices(layouts: Iterable[BlockLayout], *kinds: BlockKind) -> Iterator[tuple[int, ...]]:

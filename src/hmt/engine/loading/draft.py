@@ -49,10 +49,16 @@ def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> Prepared
 def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Prepared:
     source = open_source(path)
     model = open_predictor(source.config, source.path, dtype_for(config, source, on_gpu=False))
-    if model is None or source.pack is not None or source.checkpoint.vocabulary is not None:
+    if source.pack is not None:
+        raise ConfigError(
+            f"speculate=mtp, but {path} is a pack, which holds the layers that answers need and no "
+            "multi-token prediction layer: load the checkpoint that it was made of, or leave it out"
+        )
+    if model is None:
         raise ConfigError(
             f"speculate=mtp, but {path} has no multi-token prediction layers that HMT runs "
-            "(safetensors of DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5): leave it out"
+            "(DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5; GGUF files where they were converted "
+            "with them): leave it out"
         )
     return prepare_model(source, model, config, host_bytes)
 

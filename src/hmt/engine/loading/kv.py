@@ -31,11 +31,13 @@ def open_kv(
     on_devices: Sequence[OnDevice],
     queue: ReadQueue,
     stack: ExitStack,
+    drafts: int = 0,
 ) -> AnyKV:
     """The KV cache, each layer's where it computes, and in the plan's tiers beside that.
 
     One allocator serves all of them.  Layers that compute on the CPU beside a device keep all of
     theirs in host memory.  Recurrent state lies where its layers compute.
+    `drafts` of a sequence can be taken back from recurrent state.
     What is taken is given back by `stack`.  Raises BudgetError, and MachineError where the disk has
     no room.
     """
@@ -64,7 +66,7 @@ def open_kv(
                 slots,
                 pool,
                 inputs={i: n for i, n in spec.state_inputs.items() if i % spec.layers in members},
-                drafts=config.draft_tokens,
+                drafts=drafts,
                 checkpoints=config.prefix_cache,
                 chunk=plan.max_prefill_tokens,
             )

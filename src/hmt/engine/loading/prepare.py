@@ -1,6 +1,6 @@
 """From a folder to a plan, and from a plan to memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hmt.base.errors import BudgetError, RequestError
@@ -11,6 +11,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.demand import demand_of, dtype_for, is_gpu, kv_budgets, usual_format
+from hmt.engine.loading.draft_journal import without_journal
 from hmt.engine.loading.goal_plan import searched_plan
 from hmt.engine.loading.kv_scales import with_scales
 from hmt.engine.loading.source import Source, open_source
@@ -106,13 +107,27 @@ def prepare_model(
     if device is not None:
         machine = with_device(machine, device, usual_format(weights.layouts))
     machine = on_numa_nodes(machine, config.numa, options.host_bytes)
-    if config.goal is None and config.profile is None:
-        plan = solve(demand, options, machine)
-    else:
-        plan = searched_plan(demand, options, machine, config)
+    try:
+        plan = _plan(demand, options, machine, config)
+    except BudgetError:
+        if not demand.draft_tokens or config.draft_tokens is not None:
+            raise
+        # The journal of recurrent state is a matter of speed: without it the model may fit.
+        journal = demand.state_slots * model.spec.journal_bytes(
+            range(model.spec.layers), demand.draft_tokens
+        )
+        bare = demand_of(model, weights.layouts, replace(config, draft_tokens=0), kv_quant)
+        demand = replace(bare, spec=without_journal(bare.spec, journal))
+        plan = _plan(demand, options, machine, config)
     _check_physical(plan)
     sizes = weights.layouts, weights.published_bytes
     return Prepared(source, model, *sizes, demand, machine, plan, weights.headless)
+
+
+def _plan(demand: Demand, options: PlanOptions, machine: Machine, config: EngineConfig) -> Plan:
+    if config.goal is None and config.profile is None:
+        return solve(demand, options, machine)
+    return searched_plan(demand, options, machine, config)
 
 
 def _check_physical(plan: Plan) -> None:

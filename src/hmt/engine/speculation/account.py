@@ -15,6 +15,7 @@ class SpeculationAccount:
     by_depth     [(verified, accepted)] of first draft tokens, second ones, ...
     saved_s      time that steps without drafts would have taken for the same tokens, less what was
                  taken
+    failures     proposers that failed, and were not asked again
     """
 
     steps: int = 0
@@ -23,6 +24,7 @@ class SpeculationAccount:
     accepted: int = 0
     by_depth: list[tuple[int, int]] = field(default_factory=list)
     saved_s: float = 0.0
+    failures: int = 0
 
     def add(self, proposed: int, accepted: int) -> None:
         """Count one draft."""
@@ -40,6 +42,7 @@ class SpeculationAccount:
         self.proposed += other.proposed
         self.accepted += other.accepted
         self.saved_s += other.saved_s
+        self.failures += other.failures
         pairs = zip_longest(self.by_depth, other.by_depth, fillvalue=(0, 0))
         self.by_depth = [(a + c, b + d) for (a, b), (c, d) in pairs]
 

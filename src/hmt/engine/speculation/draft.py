@@ -40,6 +40,8 @@ class Proposer(Protocol):
         number   of the request
         scope    requests of other scopes must learn nothing of its tokens
         worth    is asked about each token in turn; the first that is not worth it ends the draft
+
+        Raises HMTError where that failed; so may `observe`.
         """
         ...
 

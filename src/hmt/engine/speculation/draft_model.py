@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hmt.base.errors import HMTError
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
@@ -83,7 +84,11 @@ class DraftModel:
             )  # fmt: skip
             rows = None if inputs is None else inputs[first : first + len(part)]
             output = SchedulerOutput((segment,))
-            logits = self._runner.run(output, None if inputs is None else last, rows)
+            try:
+                logits = self._runner.run(output, None if inputs is None else last, rows)
+            except HMTError:
+                self._runner.abandon()
+                raise
             held.tokens += part
         return logits[0], last.row
 

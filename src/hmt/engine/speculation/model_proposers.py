@@ -5,6 +5,7 @@ number by.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from typing import Final
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from hmt.base.errors import HMTError
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
 from hmt.engine.speculation.draft_model import DraftModel
 
@@ -128,10 +130,14 @@ class NextTokenProposer(Proposer):
 
 
 class FirstOf(Proposer):
-    """What the first of several proposers drafts that drafts anything."""
+    """What the first of several proposers drafts that drafts anything.
+
+    One that raises HMTError is not asked again; the others are.
+    """
 
     def __init__(self, *proposers: Proposer) -> None:
-        self._proposers = proposers
+        self._all = proposers
+        self._proposers = list(proposers)  # that have not failed
         self.needs_hidden = any(one.needs_hidden for one in proposers)
         self.is_slow = any(one.is_slow for one in proposers)
 
@@ -139,19 +145,34 @@ class FirstOf(Proposer):
     def propose(
         self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
     ) -> Draft:
-        drafts = (one.propose(number, scope, tokens, most, worth) for one in self._proposers)
-        return next((draft for draft in drafts if draft.tokens), Draft())
+        for one in list(self._proposers):
+            with self._without_if_failed(one):
+                draft = one.propose(number, scope, tokens, most, worth)
+            if draft.tokens:
+                return draft
+        return Draft()
 
     @override
     def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
-        for one in self._proposers:
+        for one in list(self._proposers):
             if one.needs_hidden:
-                one.observe(number, tokens, start, hidden)
+                with self._without_if_failed(one):
+                    one.observe(number, tokens, start, hidden)
 
     @override
     def ended(self, number: int) -> None:
-        for one in self._proposers:
+        for one in self._all:
             one.ended(number)
+
+    @contextmanager
+    def _without_if_failed(self, one: Proposer) -> Iterator[None]:
+        try:
+            yield
+        except HMTError:
+            self._proposers.remove(one)
+            self.needs_hidden = any(other.needs_hidden for other in self._proposers)
+            self.is_slow = any(other.is_slow for other in self._proposers)
+            raise
 
 
 def _decoded(

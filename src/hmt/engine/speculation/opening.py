@@ -5,6 +5,7 @@ from collections.abc import Callable
 from hmt.base.trace import Tracer
 from hmt.contracts.model import MOST_DRAFTS
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.draft_journal import may_verify
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner
@@ -14,7 +15,6 @@ from hmt.engine.speculation.draft_model import DraftModel
 from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf, NextTokenProposer
 from hmt.engine.speculation.prompt_lookup import PromptLookup
 from hmt.engine.speculation.speculator import Speculator
-from hmt.kernels.cpu import extension
 
 
 def open_speculator(
@@ -25,7 +25,7 @@ def open_speculator(
     tracer: Tracer,
 ) -> Speculator:
     """What drafts for a model, if anything does.  `scope`: who may learn from whose tokens."""
-    if not _can_verify(prepared, config, memory):
+    if not _can_verify(prepared, config):
         return Speculator(None, scope)
     proposer: Proposer = PromptLookup()
     if (draft := memory.draft) is not None:
@@ -35,18 +35,12 @@ def open_speculator(
         asks = NextTokenProposer if config.speculate == "mtp" else DraftModelProposer
         proposer = FirstOf(proposer, asks(model, prepared.model.spec.vocab_size))
     has_state = bool(prepared.model.spec.state_bytes)
-    return Speculator(proposer, scope, config.draft_tokens if has_state else MOST_DRAFTS)
+    return Speculator(proposer, scope, prepared.demand.draft_tokens if has_state else MOST_DRAFTS)
 
 
-def _can_verify(prepared: Prepared, config: EngineConfig, memory: Memory) -> bool:
+def _can_verify(prepared: Prepared, config: EngineConfig) -> bool:
     """Whether steps can verify draft tokens without changing an answer, and gain by it."""
-    spec = prepared.model.spec
-    if config.speculate == "off" or not spec.exact_runs or extension.load() is None:
+    demand = prepared.demand
+    if demand.spec.state_bytes and not demand.draft_tokens:  # it has no journal to go back by
         return False
-    if spec.state_bytes and not config.draft_tokens:  # it has no journal to go back by
-        return False
-    if memory.trace is not None:  # of the experts that answers need, and not draft tokens
-        return False
-    # Steps of several tokens are not captured, and take a GPU longer than the tokens one by one;
-    # what a token selects of its pages depends on when it is decoded.
-    return memory.on_device is None and config.kv_policy == "exact"
+    return may_verify(demand.spec, config)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+from hmt.base.errors import HMTError
+from hmt.base.log import logger
 from hmt.contracts.model import MOST_DRAFTS
 from hmt.contracts.step import SchedulerOutput
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
@@ -16,6 +18,7 @@ class Speculator:
     """Draft tokens for sequences that decode.  For the engine's thread only.
 
     account   since the last reset
+    notes     what the user should know: why a proposer is not asked any more
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Speculator:
         self._accepted = 0  # of the same step
         self._asked = False  # whether time went into draft tokens for it
         self.account = SpeculationAccount()
+        self.notes: tuple[str, ...] = ()
 
     def draft(self, sequence: SequenceState, most: int, sequences: int) -> tuple[int, ...]:
         """At most `most` draft tokens for the next step, which computes `sequences` sequences."""
@@ -46,7 +50,11 @@ class Speculator:
         if self._proposer is None or most < 1 or not self._gate.is_open:
             return ()
         scope, worth = self._scope(sequence), self._gate.worth(sequences, others)
-        draft = self._proposer.propose(sequence.number, scope, sequence.tokens, most, worth)
+        try:
+            draft = self._proposer.propose(sequence.number, scope, sequence.tokens, most, worth)
+        except HMTError as error:
+            self._failed(error)
+            return ()
         self._asked |= bool(draft.tokens) or self._proposer.is_slow
         if draft.tokens:
             self._drafts[sequence.number] = draft
@@ -67,7 +75,10 @@ class Speculator:
             sequence = state(run.request)
             if self._proposer is not None and not sequence.finished:
                 stays = hidden[: sequence.computed - run.start]
-                self._proposer.observe(run.request, sequence.tokens, run.start, stays)
+                try:
+                    self._proposer.observe(run.request, sequence.tokens, run.start, stays)
+                except HMTError as error:
+                    self._failed(error)
 
     def reset_account(self) -> None:
         """Count from zero."""
@@ -95,6 +106,13 @@ class Speculator:
         self._gate.step_took(output.num_tokens, emitted, seconds, drafting=self._asked)
         self._asked = False
         return drafted - accepted
+
+    def _failed(self, error: HMTError) -> None:
+        """A proposer cannot draft, and is not asked again: requests go on without."""
+        note = f"what drafted tokens failed, and is not asked again in this run: {error}"
+        logger.warning(note)
+        self.notes += (note,)
+        self.account.failures += 1
 
     def ended(self, sequence: SequenceState) -> None:
         """A request has ended."""

@@ -12,6 +12,13 @@ TRUNK: Final = {
     "output": "lm_head",
 }
 LAYER: Final = {
+    # Of layers that predict further tokens, in the names of DeepSeek-V3's checkpoints.
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_norm": "shared_head.norm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.embed_tokens": "embed_tokens",
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",

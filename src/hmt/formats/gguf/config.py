@@ -58,7 +58,7 @@ def read_config(
 def _common(keys: Keys, architecture: Architecture, vocab_size: int) -> dict[str, Any]:
     hidden = keys.count("embedding_length")
     layers = keys.count("block_count")
-    # Layers that guess further tokens come last, and are not computed.
+    # Layers that predict further tokens come last: see hmt.models.next_token.
     guessing = keys.number("nextn_predict_layers", 0)
     if not 0 <= guessing < layers:
         raise keys.unread("nextn_predict_layers", f"of {layers} blocks")
@@ -71,6 +71,7 @@ def _common(keys: Keys, architecture: Architecture, vocab_size: int) -> dict[str
         "vocab_size": vocab_size,
         "hidden_size": hidden,
         "num_hidden_layers": layers - guessing,
+        "num_nextn_predict_layers": guessing,
         field: keys.number(key),
         "tie_word_embeddings": not keys.has_tensor("output.weight"),
         "hidden_act": "silu",

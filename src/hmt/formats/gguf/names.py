@@ -31,7 +31,7 @@ IGNORED: Final = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.att
 _SPLIT_KEYS: Final = re.compile(r"blk\.(\d+)\.attn_k_b\.weight")
 # The number is an expert's, in files from before experts were stacked.
 _IN_LAYER: Final = re.compile(
-    r"blk\.(\d+)\.((?:shortconv|indexer)\.\w+|\w+?)(?:\.(\d+))?(?:\.(weight|bias|scale))?"
+    r"blk\.(\d+)\.((?:shortconv|indexer|nextn)\.\w+|\w+?)(?:\.(\d+))?(?:\.(weight|bias|scale))?"
 )
 _FUSED: Final = "attn_qkv"
 _FUSED_EXPERTS: Final = ("ffn_gate_exps", "ffn_up_exps")  # in ffn_gate_up_exps

@@ -42,7 +42,7 @@ def delta_layer(
     if known is None or known[0] is not chain:
         known = _DELTAS[params["norm"]] = (chain, *describe_delta(native, params, chain))
     made = known[1]
-    if made is None or not all(run.advances for run in runs):
+    if made is None:
         return None
     out = torch.empty_like(hidden)
     tokens, width = hidden.shape
@@ -102,9 +102,22 @@ def describe_delta(
 
 def native_states(
     chain: DeltaChain, states: Mapping[str, Tensor]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Address, and numbers from a slot to the next, of convolutions' tails and of matrices."""
+) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int, int]]:
+    """Address, and numbers from a slot to the next, of convolutions' tails and of matrices.
+
+    And address, room for drafts and numbers of the journal.
+    """
     heads, tails, matrices = chain.heads, states["conv"], states["matrix"]
     assert tails.shape[2] == heads.width
     assert matrices.shape[1:] == (heads.heads, heads.key_dim, heads.value_dim)
-    return (tails.data_ptr(), slot_stride(tails)), (matrices.data_ptr(), slot_stride(matrices))
+    journal = states.get("journal")
+    kept = 0, 0, 0
+    if journal is not None:
+        assert journal.is_contiguous()
+        assert journal.shape[2] == heads.width + heads.decays_width + heads.heads
+        kept = journal.data_ptr(), journal.shape[1], journal.shape[2]
+    return (
+        (tails.data_ptr(), slot_stride(tails)),
+        (matrices.data_ptr(), slot_stride(matrices)),
+        kept,
+    )

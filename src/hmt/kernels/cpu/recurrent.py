@@ -4,8 +4,7 @@ Sums are those of `hmt.kernels.reference` in another order, and products are not
 are added; neither depends on how many tokens or sequences are computed together.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -38,22 +37,21 @@ def causal_conv(
     taps, out = weight.float().contiguous(), torch.empty(x.shape, dtype=x.dtype)
     bias = None if bias is None else bias.float().contiguous()
     assert bias is None or bias.shape == (channels,)
-    with _advancing(tails, runs):
-        native.causal_conv(
-            x.data_ptr(),
-            DTYPES[x.dtype],
-            channels,
-            width,
-            x.stride(0),
-            taps.data_ptr(),
-            0 if bias is None else bias.data_ptr(),
-            tails.data_ptr(),
-            slot_stride(tails),
-            out.data_ptr(),
-            gated,
-            run_numbers(runs),
-            torch.get_num_threads(),
-        )
+    native.causal_conv(
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        channels,
+        width,
+        x.stride(0),
+        taps.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        tails.data_ptr(),
+        slot_stride(tails),
+        out.data_ptr(),
+        gated,
+        run_numbers(runs),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -82,26 +80,25 @@ def gated_delta_rule(
     assert states.shape[1:] == (heads.heads, heads.key_dim, heads.value_dim)
     out = torch.empty(tokens, heads.heads, heads.value_dim, dtype=dtype)
     work = torch.empty(tokens, 2 * heads.keys_width + heads.decays_width + heads.heads)
-    with _advancing(states, runs):
-        native.gated_delta_rule(
-            qkv.data_ptr(),
-            DTYPES[dtype],
-            tokens,
-            (heads.key_heads, heads.heads, heads.key_dim, heads.value_dim),
-            heads.by_channel,
-            heads.bound,
-            heads.most_rate,
-            decay.data_ptr(),
-            rate.data_ptr(),
-            scale.data_ptr(),
-            bias.data_ptr(),
-            states.data_ptr(),
-            slot_stride(states),
-            out.data_ptr(),
-            work.data_ptr(),
-            run_numbers(runs),
-            torch.get_num_threads(),
-        )
+    native.gated_delta_rule(
+        qkv.data_ptr(),
+        DTYPES[dtype],
+        tokens,
+        (heads.key_heads, heads.heads, heads.key_dim, heads.value_dim),
+        heads.by_channel,
+        heads.bound,
+        heads.most_rate,
+        decay.data_ptr(),
+        rate.data_ptr(),
+        scale.data_ptr(),
+        bias.data_ptr(),
+        states.data_ptr(),
+        slot_stride(states),
+        out.data_ptr(),
+        work.data_ptr(),
+        run_numbers(runs),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -160,25 +157,24 @@ def state_space_scan(
     assert skip is None or skip.shape == (heads,)
     assert states.shape[1:] == (heads, state_dim, head_dim)
     out = torch.empty(tokens, heads, head_dim, dtype=x.dtype)
-    with _advancing(states, runs):
-        native.state_space_scan(
-            DTYPES[x.dtype],
-            (groups, heads, state_dim, head_dim),
-            x.data_ptr(),
-            x.stride(0),
-            keys.data_ptr(),
-            keys.stride(0),
-            queries.data_ptr(),
-            queries.stride(0),
-            decay.data_ptr(),
-            0 if step is None else step.data_ptr(),
-            0 if skip is None else skip.data_ptr(),
-            states.data_ptr(),
-            slot_stride(states),
-            out.data_ptr(),
-            run_numbers(runs),
-            torch.get_num_threads(),
-        )
+    native.state_space_scan(
+        DTYPES[x.dtype],
+        (groups, heads, state_dim, head_dim),
+        x.data_ptr(),
+        x.stride(0),
+        keys.data_ptr(),
+        keys.stride(0),
+        queries.data_ptr(),
+        queries.stride(0),
+        decay.data_ptr(),
+        0 if step is None else step.data_ptr(),
+        0 if skip is None else skip.data_ptr(),
+        states.data_ptr(),
+        slot_stride(states),
+        out.data_ptr(),
+        run_numbers(runs),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -207,34 +203,23 @@ def selective_scan(
     assert decay_scale.shape[0] == len(bias) == len(skip) == channels
     assert states.shape[1:] == (state_dim, channels)
     out = torch.empty(tokens, channels, dtype=dtype)
-    with _advancing(states, runs):
-        native.selective_scan(
-            DTYPES[dtype],
-            (channels, state_dim),
-            [(t.data_ptr(), t.stride(0)) for t in (x, raw, keys, queries)],
-            [t.data_ptr() for t in constants],
-            states.data_ptr(),
-            slot_stride(states),
-            out.data_ptr(),
-            run_numbers(runs),
-            torch.get_num_threads(),
-        )
+    native.selective_scan(
+        DTYPES[dtype],
+        (channels, state_dim),
+        [(t.data_ptr(), t.stride(0)) for t in (x, raw, keys, queries)],
+        [t.data_ptr() for t in constants],
+        states.data_ptr(),
+        slot_stride(states),
+        out.data_ptr(),
+        run_numbers(runs),
+        torch.get_num_threads(),
+    )
     return out
 
 
 def _rows(x: Tensor) -> Tensor:
     """x [tokens, heads, dim], copied unless a token's numbers are contiguous."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
-@contextmanager
-def _advancing(states: Tensor, runs: Sequence[StateRun]) -> Iterator[None]:
-    """The body changes `states` in place; afterwards those of runs that do not advance are back."""
-    slots = [run.slot for run in runs if not run.advances]
-    before = states[slots] if slots else None
-    yield
-    if before is not None:
-        states[slots] = before
 
 
 def slot_stride(states: Tensor) -> int:
@@ -244,5 +229,11 @@ def slot_stride(states: Tensor) -> int:
 
 
 def run_numbers(runs: Sequence[StateRun]) -> list[int]:
-    """Four numbers for each run."""
-    return [n for run in runs for n in (run.slot, run.offset, run.length, int(run.begins))]
+    """Six numbers for each run."""
+    return [
+        number
+        for run in runs
+        for number in (
+            *(run.slot, run.offset, run.length, int(run.begins), run.drafts, run.pending),
+        )
+    ]

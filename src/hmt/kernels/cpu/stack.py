@@ -126,7 +126,7 @@ class Stack:
 
         hidden   contiguous, in a dtype that the extension has
         angles   cosines and sines as for `rope`, f32 and contiguous
-        states   the runs of recurrent layers, all of which advance
+        states   the runs of recurrent layers
         """
         tokens, width = hidden.shape
         experts: int = self._native.run(

@@ -101,8 +101,8 @@ def causal_conv(
         for tap in range(before + 1):
             total = total + rows[tap : tap + run.length] * taps[tap]
         out[run.tokens] = (total * sigmoid(total) if gated else total).to(x.dtype)
-        if run.advances:
-            tail.copy_(rows[run.length :])
+        if run.stays:
+            tail.copy_(rows[run.stays : run.stays + before])
     return out
 
 
@@ -143,7 +143,7 @@ def gated_delta_rule(
     learns = sigmoid(rate) * heads.most_rate
     out = torch.empty_like(value)
     for run in runs:
-        state = states[run.slot] if run.advances else states[run.slot].clone()
+        state = states[run.slot].clone()
         if run.begins:
             state.zero_()
         for at in range(run.offset, run.offset + run.length):
@@ -152,6 +152,8 @@ def gated_delta_rule(
             missing = (value[at] - (state * k).sum(1)) * learns[at][:, None]
             state += k * missing[:, None]
             out[at] = (state * query[at][:, :, None]).sum(1)
+            if at + 1 == run.offset + run.stays:
+                states[run.slot] = state
     return out.to(qkv.dtype)
 
 

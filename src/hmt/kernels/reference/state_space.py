@@ -57,13 +57,15 @@ def selective_scan(
     added, key, query = wide * step, keys.float(), queries.float()
     out = torch.empty_like(wide)
     for run in runs:
-        state = states[run.slot] if run.advances else states[run.slot].clone()
+        state = states[run.slot].clone()
         if run.begins:
             state.zero_()
         for at in range(run.offset, run.offset + run.length):
             state *= (rate * step[at]).exp()
             state += key[at][:, None] * added[at]
             out[at] = (state * query[at][:, None]).sum(0)
+            if at + 1 == run.offset + run.stays:
+                states[run.slot] = state
     return (out + wide * skip.float()).to(x.dtype)
 
 
@@ -97,13 +99,15 @@ def state_space_scan(
     key, query = (part.float().repeat_interleave(shared, 1) for part in (keys, queries))
     out = torch.empty_like(wide)
     for run in runs:
-        state = states[run.slot] if run.advances else states[run.slot].clone()
+        state = states[run.slot].clone()
         if run.begins:
             state.zero_()
         for at in range(run.offset, run.offset + run.length):
             state *= decay[at].view(heads, 1, 1)
             state += key[at][:, :, None] * added[at][:, None]
             out[at] = (state * query[at][:, :, None]).sum(1)
+            if at + 1 == run.offset + run.stays:
+                states[run.slot] = state
     if skip is not None:
         out += wide * skip.float()[:, None]
     return out.to(x.dtype)

@@ -232,8 +232,11 @@ def delta_layer(
 ) -> Tensor | None:
     """What a delta rule's layer gives for the norm of hidden [tokens, width], same shape and dtype.
 
-    states   `matrix` and `conv`, which change, as for `gated_delta_rule` and `causal_conv`
-    runs     all advance
+    states   `matrix` and `conv`, which change, as for `gated_delta_rule` and `causal_conv`; and
+             `journal`, [slots, drafts, numbers], of queries, keys and values before the
+             convolution, then decays, then rates: of the tokens that runs have pending, in the
+             order of these.  It has drafts of the runs afterwards
+    runs     may have tokens pending
     None, and nothing done, where there is no kernel, or not for so many tokens: plain torch has
     none.
     """

@@ -164,7 +164,10 @@ class GroupMeans:
             means, after = self._run(numbers[run.tokens], logits[run.tokens], place, begun)
             first = self.positions - 1 - place
             out[run.tokens][first :: self.positions] = means
-            if run.advances:
+            if run.drafts and run.stays:  # the means are the same, the state is that before drafts
+                stays = slice(run.offset, run.offset + run.stays)
+                _, after = self._run(numbers[stays], logits[stays], place, begun)
+            if run.stays:
                 state[run.slot] = after
         return out
 

@@ -147,7 +147,7 @@ class DeltaAttention:
         Advances the layer's state in `kv`.  The norm's weight is `norm` of `params`.
         """
         state = kv.state(layer, step)
-        if state.replay is None:
+        if not state.copies:
             added = ops.delta_layer(hidden, params, self.chain, state.tensors, state.runs)
             if added is not None:
                 return added

@@ -147,7 +147,7 @@ class GatedDeltaNet:
         Advances the layer's state in `kv`.  The norm's weight, if any, is `norm` of `params`.
         """
         state = kv.state(layer, step)
-        if self.chain is not None and state.replay is None:
+        if self.chain is not None and not state.copies:
             added = ops.delta_layer(hidden, params, self.chain, state.tensors, state.runs)
             if added is not None:
                 return added

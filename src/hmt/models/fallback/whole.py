@@ -225,7 +225,7 @@ class WholeForward(Model):
             return
         state = kv.state(index, step)
         run = next(run for run in state.runs if run.offset == each.run.offset)
-        for slot in slots if run.advances else ():
+        for slot in slots if run.stays else ():
             held = state.tensors[slot.tensor.name]
             held[run.slot] = each.cache.state(slot)[0].to(held)
 

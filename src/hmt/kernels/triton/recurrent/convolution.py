@@ -77,15 +77,15 @@ def _tail_kernel(
     """What stays of a run's tokens, of CHANNELS channels."""
     next_may_begin(DEPENDENT)
     inputs_are_there(DEPENDENT)
-    slot, offset, length, begins, advances = state_run(table, tl.program_id(1))
-    if (length > 0) & (advances != 0):
+    slot, offset, length, begins, stay = state_run(table, tl.program_id(1))
+    if (length > 0) & (stay > 0):
         channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
         inside = channel < channels
         x += offset * x_stride
         tails += slot * slot_stride
         # Each row comes from a later one, and a thread has its channels of all rows.
         for row in range(WIDTH - 1):
-            at = length - (WIDTH - 1) + row + tl.zeros((CHANNELS,), tl.int32)
+            at = stay - (WIDTH - 1) + row + tl.zeros((CHANNELS,), tl.int32)
             kept = _row(x, tails, at, inside, x_stride, channels, channel, begins, WIDTH)
             tl.store(tails + row * channels + channel, kept, mask=inside)
 
@@ -101,10 +101,10 @@ def _single_kernel(
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
     inputs_are_there(DEPENDENT)
-    slot, offset, length, begins, advances = state_run(table, tl.program_id(1))
+    slot, offset, length, begins, stay = state_run(table, tl.program_id(1))
     if length > 0:
         tails += slot * slot_stride
-        kept = channel < channels * advances
+        kept = channel < channels * stay  # 0 or 1
         own = tl.load(x + offset * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
         total = tl.zeros((CHANNELS,), tl.float32)
         if BIASED:

@@ -103,7 +103,7 @@ def _delta_kernel(
     else:
         bias = tl.load(decay_bias + head).to(tl.float32)
     inputs_are_there(DEPENDENT)
-    slot, offset, length, begins, advances = state_run(table, tl.program_id(2))
+    slot, offset, length, begins, stay = state_run(table, tl.program_id(2))
     if length > 0:
         column = (value < VALUES)[None, :]
         own = states + slot * slot_stride + head * (KEYS * VALUES)
@@ -142,12 +142,13 @@ def _delta_kernel(
             result = (seen + product * missing).to(out.dtype.element_ty)
             to = out + (token * heads + head) * VALUES + value
             tl.store(to, result, mask=value < VALUES)
+            if number + 1 == stay:  # what comes behind may be taken back
+                tl.store(own, state, mask=(key < KEYS)[:, None] & column)
             q, k, by_q, by_k, product, stays, learns = _gates(
                 next_q, next_k, next_d, next_r, scale, bias, KEYS, BOUND, MOST
             )
             v = next_v
             next_q, next_k, next_v, next_d, next_r = then_q, then_k, then_v, then_d, then_r
-        tl.store(own, state, mask=(key < KEYS * advances)[:, None] & column)
 
 
 def gated_delta_rule(

@@ -51,7 +51,7 @@ def _selective_kernel(
     added_to = tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)
     past = tl.load(skip + channel, mask=channel < channels, other=0.0).to(tl.float32)
     inputs_are_there(DEPENDENT)
-    slot, offset, length, begins, advances = state_run(table, tl.program_id(1))
+    slot, offset, length, begins, stay = state_run(table, tl.program_id(1))
     if length > 0:
         own = states + slot * slot_stride + row[:, None] * channels + channel[None, :]
         known = (row < ROWS * (1 - begins))[:, None] & (channel < channels)[None, :]
@@ -75,9 +75,9 @@ def _selective_kernel(
             result = tl.sum(state * q.to(tl.float32)[:, None], 0) + wide * past
             to = out + token * channels + channel
             tl.store(to, result.to(out.dtype.element_ty), mask=channel < channels)
+            if number + 1 == stay:  # what comes behind may be taken back
+                tl.store(own, state, mask=inside)
             value, step, k, q = next_value, next_step, next_k, next_q
-        kept = (row < ROWS * advances)[:, None] & (channel < channels)[None, :]
-        tl.store(own, state, mask=kept)
 
 
 def selective_scan(

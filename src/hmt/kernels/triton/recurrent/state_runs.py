@@ -22,7 +22,8 @@ _FIELDS = 5
 class DeviceStateRuns:
     """Runs in a tensor that does not move.
 
-    table    int32 [count, 5]: slot, offset, length, whether it begins, and advances; length 0: none
+    table    int32 [count, 5]: slot, offset, length, whether it begins, and how many of its tokens
+             stay; length 0: none
     tokens   no run is longer
     """
 
@@ -41,7 +42,7 @@ class DeviceStateRuns:
         if given == self._known:
             return
         assert len(given) <= self.count and all(run.length <= self.tokens for run in given)
-        rows = [(r.slot, r.offset, r.length, int(r.begins), int(r.advances)) for r in given]
+        rows = [(r.slot, r.offset, r.length, int(r.begins), r.stays) for r in given]
         rows += [(0, 0, 0, 0, 0)] * (self.count - len(given))
         source = torch.tensor(rows, dtype=torch.int32)
         if self.table.is_cuda:  # through pinned memory, which torch keeps until the copy is over
@@ -84,7 +85,7 @@ def _empty(where: torch.device, count: int, tokens: int) -> DeviceStateRuns:
 
 @triton.jit
 def state_run(table, run):
-    """Slot, offset, length, and whether it begins and advances (0 or 1), of a run."""
+    """Slot, offset, length, whether it begins (0 or 1), and tokens that stay, of a run."""
     at = table + run * 5
     slot, offset = tl.load(at).to(tl.int64), tl.load(at + 1).to(tl.int64)
     return slot, offset, tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)

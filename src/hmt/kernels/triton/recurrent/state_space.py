@@ -74,7 +74,7 @@ def _scan_kernel(
     if SKIPS:
         past = tl.load(skip + head).to(tl.float32)
     inputs_are_there(DEPENDENT)
-    slot, offset, length, begins, advances = state_run(table, tl.program_id(2))
+    slot, offset, length, begins, stay = state_run(table, tl.program_id(2))
     if length > 0:
         inside = (column < COLUMNS)[None, :]
         own = states + slot * slot_stride + head * (ROWS * COLUMNS)
@@ -103,8 +103,9 @@ def _scan_kernel(
                 result += wide * past
             to = out + (token * heads + head) * COLUMNS + column
             tl.store(to, result.to(out.dtype.element_ty), mask=column < COLUMNS)
+            if number + 1 == stay:  # what comes behind may be taken back
+                tl.store(own, state, mask=(row < ROWS)[:, None] & inside)
             value, k, q, stays, takes = next_value, next_k, next_q, next_stays, next_takes
-        tl.store(own, state, mask=(row < ROWS * advances)[:, None] & inside)
 
 
 def time_steps(

@@ -1,0 +1,241 @@
+"""Recurrent state against plain lists of states: drafts, forks, parking, prefixes, in any order."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count, repeat, takewhile
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+from hmt.contracts.model import PAGE_TOKENS, StateTensor
+from hmt.contracts.step import SegmentRequest, Step
+from hmt.contracts.store import RecurrentState, StateRun
+from hmt.kvcache.recurrent_state import StateStore
+from hmt.kvcache.sequence_slots import SequenceSlots
+
+DRAFTS, SLOTS, SPARE = 3, 3, 4
+PRIME = 8191  # numbers below it times 31 are exact in f32
+LAYERS = (0, 5)
+
+
+def next_state(layer: int, state: int, token: int) -> int:
+    """What a token makes of a layer's state."""
+    return (state * 31 + token + layer) % PRIME
+
+
+def states_of(layer: int, tokens: list[int]) -> list[int]:
+    """Behind each token."""
+    found, state = [], 0
+    for token in tokens:
+        state = next_state(layer, state, token)
+        found.append(state)
+    return found
+
+
+def advanced(layer: int, tokens: Tensor, state: Tensor, runs: tuple[StateRun, ...]) -> Tensor:
+    """As kernels do: results are the states behind tokens [n, 1], slots those before drafts."""
+    out = torch.empty_like(tokens)
+    for run in runs:
+        held = 0 if run.begins else int(state[run.slot, 0])
+        for at in range(run.length):
+            held = next_state(layer, held, int(tokens[run.offset + at, 0]))
+            out[run.offset + at, 0] = held
+            if at + 1 == run.stays:
+                state[run.slot, 0] = held
+    return out
+
+
+def in_one_call(layer: int, tokens: Tensor, state: RecurrentState) -> Tensor:
+    """As kernels do that know the journal."""
+    journal, out = state.tensors["journal"], torch.empty_like(tokens)
+    for run in state.runs:
+        known = journal[run.slot, : run.pending].clone()
+        own = tokens[run.tokens]
+        if run.drafts:
+            journal[run.slot, : run.drafts] = own[run.stays :]
+        whole = StateRun(run.slot, 0, run.pending + run.length, run.begins, run.drafts)
+        found = advanced(layer, torch.cat((known, own)), state.tensors["number"], (whole,))
+        out[run.tokens] = found[run.pending :]
+    return out
+
+
+class Memory:
+    """A Pool whose memory holds numbers that no state is."""
+
+    def allocate(self, nbytes: int) -> SimpleNamespace:
+        return SimpleNamespace(tensor=torch.full((nbytes,), 0x47, dtype=torch.uint8))
+
+    def free(self, buffer: SimpleNamespace) -> None:
+        """Nothing is kept."""
+
+
+@dataclass
+class Text:
+    """A sequence: the tokens whose states the store has, of which `prompt` are the prompt's."""
+
+    sequence: int
+    prompt: int
+    tokens: list[int] = field(default_factory=list)
+    waits: bool = False
+
+
+TOKENS = st.integers(0, 2)  # few, so that sequences begin alike
+
+
+class Machine(RuleBasedStateMachine):
+    """Steps, rollbacks, forks, parking, ends and beginnings of sequences, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = SequenceSlots(SLOTS, 1, SPARE)
+        states = {layer: (StateTensor("number", (1,), inputs=1),) for layer in LAYERS}
+        self.store = StateStore(
+            states, self.slots, Memory(), inputs=dict.fromkeys(LAYERS, 1), drafts=DRAFTS,
+            checkpoints=True, chunk=PAGE_TOKENS,
+        )  # fmt: skip
+        assert self.store.checkpoints is not None
+        self.checkpoints = self.store.checkpoints
+        self.numbers = count()
+        self.texts: list[Text] = []
+        self.pages: dict[tuple[int, ...], int] = {}  # by all tokens up to a page's end
+
+    def known(self, tokens: Sequence[int]) -> np.ndarray:
+        """Pages of the longest beginning that others left."""
+        borders = range(PAGE_TOKENS, len(tokens) + 1, PAGE_TOKENS)
+        found = takewhile(lambda page: page is not None, map(self.page, repeat(tokens), borders))
+        return np.array(list(found), dtype=np.int64)
+
+    def page(self, tokens: Sequence[int], border: int) -> int | None:
+        return self.pages.get(tuple(tokens[:border]))
+
+    def run(self, parts: list[tuple[Text, list[int], int]], *, one_call: bool) -> None:
+        """Tokens behind those of each text, the last ones of which are drafts."""
+        step = Step.build(
+            [
+                SegmentRequest(
+                    text.sequence, len(text.tokens), tokens, 1, drafts=drafts,
+                    whole=max(text.prompt, 1),
+                )
+                for text, tokens, drafts in parts
+            ]
+        )  # fmt: skip
+        numbers = torch.tensor([[float(n)] for _, tokens, _ in parts for n in tokens])
+        for layer in LAYERS:
+            state = self.store.of(layer, step)
+            if one_call and not state.copies:
+                found = in_one_call(layer, numbers, state)
+            else:
+                found = state.advance(
+                    (numbers,),
+                    lambda given, runs, layer=layer, state=state: advanced(
+                        layer, given[0], state.tensors["number"], tuple(runs)
+                    ),
+                )
+            wanted = [
+                states_of(layer, text.tokens + tokens)[len(text.tokens) :]
+                for text, tokens, _ in parts
+            ]
+            assert found[:, 0].tolist() == [float(n) for row in wanted for n in row]
+        for text, tokens, _ in parts:
+            text.tokens += tokens
+
+    @rule(data=st.data(), more=st.lists(TOKENS, min_size=1, max_size=3))
+    def open(self, data: st.DataObject, more: list[int]) -> None:
+        if not self.slots.can_open(1):
+            return
+        begin = list(data.draw(st.sampled_from([(), *sorted(self.pages)])))
+        prompt = begin + more
+        ids = self.known(prompt[:-1])
+        ids = ids[: self.checkpoints.longest(ids)]
+        slot = self.checkpoints.slot_behind(int(ids[-1])) if len(ids) else None
+        text = Text(next(self.numbers), len(prompt), prompt[: len(ids) * PAGE_TOKENS])
+        self.slots.open(text.sequence, 1)
+        if slot is not None:
+            self.store.restore(text.sequence, slot, len(text.tokens))
+        self.texts.append(text)
+        rest = prompt[len(text.tokens) :]
+        for first in range(0, len(rest), PAGE_TOKENS):
+            self.run([(text, rest[first : first + PAGE_TOKENS], 0)], one_call=bool(first))
+
+    @precondition(lambda self: any(not text.waits for text in self.texts))
+    @rule(data=st.data(), one_call=st.booleans(), times=st.integers(1, 6))
+    def decode(self, data: st.DataObject, one_call: bool, times: int) -> None:
+        """A token of each and drafts behind it, of which any number stays."""
+        for _ in range(times):
+            parts = []
+            for text in self.texts:
+                if not text.waits and data.draw(st.booleans()):
+                    tokens = data.draw(st.lists(TOKENS, min_size=1, max_size=1 + DRAFTS))
+                    parts.append((text, tokens, len(tokens) - 1))
+            if not parts:
+                continue
+            self.run(parts, one_call=one_call)
+            for text, _, drafts in parts:
+                self.take_back(text, data.draw(st.integers(0, drafts)))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def take_back_more(self, data: st.DataObject) -> None:
+        """Of what stayed, as long as no step has followed."""
+        text = data.draw(st.sampled_from(self.texts))
+        if len(text.tokens) > 1 and self.store.can_rollback(text.sequence, len(text.tokens) - 1):
+            self.take_back(text, 1)
+
+    def take_back(self, text: Text, wrong: int) -> None:
+        del text.tokens[len(text.tokens) - wrong :]
+        self.store.rollback(text.sequence, len(text.tokens))
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        if self.slots.can_open(1):
+            text = data.draw(st.sampled_from(self.texts))
+            other = Text(next(self.numbers), text.prompt, list(text.tokens))
+            self.slots.open(other.sequence, 1)
+            self.store.copy(text.sequence, other.sequence)
+            self.texts.append(other)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def wait_or_go_on(self, data: st.DataObject) -> None:
+        text = data.draw(st.sampled_from(self.texts))
+        if not text.waits:
+            text.waits = True
+            self.slots.park(text.sequence)
+        elif self.slots.can_resume(text.sequence):
+            text.waits = False
+            self.slots.resume(text.sequence)
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), keeps=st.booleans())
+    def end(self, data: st.DataObject, keeps: bool) -> None:
+        text = data.draw(st.sampled_from(self.texts))
+        self.texts.remove(text)
+        if keeps:
+            for border in range(PAGE_TOKENS, len(text.tokens) + 1, PAGE_TOKENS):
+                self.pages.setdefault(tuple(text.tokens[:border]), next(self.numbers))
+            self.store.keep(text.sequence, self.known(text.tokens))
+        self.slots.close(text.sequence)
+
+    @precondition(lambda self: self.pages)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """A page, and those behind it."""
+        gone = data.draw(st.sampled_from(sorted(self.pages)))
+        for key in [key for key in self.pages if key[: len(gone)] == gone]:
+            self.checkpoints.forget_pages(np.array([self.pages.pop(key)]))
+
+    @invariant()
+    def what_stayed_cannot_be_lost(self) -> None:
+        for text in self.texts:
+            assert self.store.can_rollback(text.sequence, len(text.tokens))
+            assert not self.store.can_rollback(text.sequence, len(text.tokens) + 1)
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
