@@ -15,11 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec
-from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Weights
+from hmt.contracts.store import Weights
 from hmt.layers import RMSNorm, linear_params, project
 from hmt.models.decoder import Decoder
+from hmt.models.drafter import Drafter
 from hmt.models.registry import open_model, text_part
 
 _LAYER: Final = "model.layers.0."
@@ -69,17 +69,12 @@ _FAMILIES: Final[dict[str, Callable[[Mapping[str, Any]], _Names | None]]] = {
 }
 
 
-class NextTokenModel(Model):
-    """A model of one layer, whose embedding joins a token with a hidden state.
-
-    Steps carry these as `Step.inputs`.
-    """
+class NextTokenModel(Drafter):
+    """A model of one layer, whose embedding joins a token with a hidden state."""
 
     def __init__(self, base: Decoder, names: _Names) -> None:
         """`base` has one layer, and is changed."""
-        self._base = base
         self._norm: RMSNorm = base.final_norm_layer
-        self.dtype = base.dtype
         width = base.spec.hidden_size
         joining = (
             self._norm.param("token_norm", names.token_norm),
@@ -93,7 +88,7 @@ class NextTokenModel(Model):
             for block in base.spec.blocks
         )
         spec = replace(base.spec, blocks=tuple(blocks), ignored=(r".*",), together=False)
-        self.spec = base.spec = spec
+        super().__init__(base, spec)
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
@@ -106,36 +101,6 @@ class NextTokenModel(Model):
                 self._norm(hidden, params["hidden_norm"]),
             )
             return project(torch.cat(parts, dim=1), params, "joined")
-
-    @override
-    def layer(
-        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
-    ) -> Tensor:
-        return self._base.layer(index, hidden, step, weights, kv)
-
-    @override
-    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
-        return self._base.fused_layers(layers, weights, kv)
-
-    @override
-    def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.normed(hidden, weights)
-
-    @override
-    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.head(hidden, weights)
-
-    @override
-    def angles(self, step: Step) -> tuple[int, ...]:
-        return self._base.angles(step)
-
-    @override
-    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.expected_experts(index, hidden, weights)
-
-    @override
-    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
-        return self._base.layer_blocks(index)
 
 
 def open_predictor(

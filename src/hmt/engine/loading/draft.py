@@ -7,7 +7,14 @@ from typing import Final
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.demand import dtype_for
-from hmt.engine.loading.prepare import Prepared, PreparedDraft, prepare, prepare_model
+from hmt.engine.loading.drafter import drafter_kind, prepare_drafter
+from hmt.engine.loading.prepare import (
+    DraftInputs,
+    Prepared,
+    PreparedDraft,
+    prepare,
+    prepare_model,
+)
 from hmt.engine.loading.source import open_source
 from hmt.formats import located
 from hmt.models import open_predictor
@@ -34,10 +41,13 @@ def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> Prepared
     way, _, folder = config.speculate.partition("=")
     try:
         if way == "mtp":
-            return PreparedDraft(_prepare_predictor(path, own, host_bytes // _SHARE), own)
+            predictor = _prepare_predictor(path, own, host_bytes // _SHARE)
+            return PreparedDraft(predictor, own, DraftInputs("mtp"))
         if way == "draft":
-            draft = _prepare_model(path, Path(folder), own, host_bytes // _SHARE)
-            return PreparedDraft(draft, own)
+            source = open_source(located(folder))
+            if (kind := drafter_kind(source.checkpoint)) is not None:
+                return prepare_drafter(kind, path, source, own, host_bytes // _SHARE)
+            return PreparedDraft(_prepare_model(path, folder, own, host_bytes // _SHARE), own)
     except BudgetError as error:
         raise BudgetError(
             f"a draft model (speculate={config.speculate}) may have 1/{_SHARE} of the "
@@ -57,7 +67,7 @@ def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Pre
     return prepare_model(source, model, config, host_bytes)
 
 
-def _prepare_model(path: Path, folder: Path, config: EngineConfig, host_bytes: int) -> Prepared:
+def _prepare_model(path: Path, folder: str, config: EngineConfig, host_bytes: int) -> Prepared:
     draft = prepare(located(folder), config, host_bytes)
     if draft.model.spec.state_bytes:
         raise ConfigError(

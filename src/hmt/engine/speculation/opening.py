@@ -32,8 +32,10 @@ def open_speculator(
         runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
         chunk = draft.prepared.plan.max_prefill_tokens
         model = DraftModel(runner, draft.memory.kv.allocator, chunk)
-        asks = NextTokenProposer if config.speculate == "mtp" else DraftModelProposer
-        proposer = FirstOf(proposer, asks(model, prepared.model.spec.vocab_size))
+        own: Proposer = DraftModelProposer(model, prepared.model.spec.vocab_size)
+        if draft.inputs is not None:
+            own = NextTokenProposer(model, prepared.model.spec.vocab_size, draft.inputs)
+        proposer = FirstOf(proposer, own)
     has_state = bool(prepared.model.spec.state_bytes)
     return Speculator(proposer, scope, config.draft_tokens if has_state else MOST_DRAFTS)
 
