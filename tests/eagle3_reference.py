@@ -1,9 +1,12 @@
 """EAGLE-3 drafters with random weights, and what they compute in plain torch."""
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -183,3 +186,15 @@ def random_drafter(
             "draft_vocab_size": draft_vocab or vocab, **said,
         }  # fmt: skip
     return Drafter(config, sizes, tensors, theirs)
+
+
+def write(made: Drafter, folder: Path, architecture: str | None = None) -> Path:
+    """The drafter as a checkpoint; `architecture`: of the verifier, as speculators' files say."""
+    config = dict(made.config)
+    if "speculators_model_type" in config:
+        verifier = {"name_or_path": "publisher/model", "architectures": [architecture]}
+        config["speculators_config"] = {"algorithm": "eagle3", "verifier": verifier}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(made.tensors, folder / "model.safetensors")
+    return folder
