@@ -87,18 +87,19 @@ def _step(
     return model.head(x, weights), model.normed(x, weights)
 
 
+def _at(layers: list[Any]) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"vocab_size": VOCAB + 1}, "vocab_size 121, and this one, LlamaForCausalLM, has 120"),
         ({"hidden_size": 32}, "hidden_size 32, and this one, LlamaForCausalLM, has 64"),
-        (
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 19]}},
-            r"\[2, 19\], and .* has 10",
-        ),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "hidden states at layers"),
+        (_at([2, 19]), r"\[2, 19\], and .* has 10"),
+        (_at(["a"]), "hidden states at layers"),
         ({"model_type": "mamba"}, "HMT runs EAGLE-3 drafters with layers of llama or qwen3"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2]}}, "two layers and more"),
+        (_at([2]), "two layers and more"),
         ({"num_key_value_heads": 3}, "cannot share"),
     ],
 )

@@ -39,6 +39,7 @@ RETIRED = {
 }
 # Options without a successor, and the value that says what now always holds.
 GONE = {"kv_select": "bound"}
+SPECULATE = ("auto", "off", "lookup", "mtp")
 _DRAFT_TOKENS = 8
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
@@ -63,12 +64,13 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
-    speculate             "auto" guesses next tokens by what the text said before, and verifies
+    speculate             "lookup" guesses next tokens by what the text said before, and verifies
                           several in a step, where that changes no answer and takes less time; "mtp"
                           also by the checkpoint's multi-token prediction layers, "draft=PATH" by a
-                          smaller model of the same tokenizer; "off" does not
+                          smaller model of the same tokenizer, or by an EAGLE-3 drafter; "off" does
+                          not; "auto" does what needs no memory: lookup
     draft_tokens          guesses that a step may end with for each sequence of a model with
-                          recurrent state, which has a journal for so many; 8 with "mtp" and "draft"
+                          recurrent state, which has a journal for so many; 8 unless "auto" or "off"
     kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to
                           host memory, or to the disk; None: all stay
     kv_host_memory_bytes  of host memory for those that do not; None: what is needed
@@ -274,10 +276,12 @@ def _check(values: dict[str, Any]) -> None:
         if name in values and values[name] not in allowed:
             raise ConfigError(f"{name}={values[name]!r}; choose one of {', '.join(allowed)}")
     speculate = values.get("speculate", "auto")
-    if speculate not in ("auto", "off", "mtp") and not str(speculate).removeprefix("draft="):
+    if speculate not in SPECULATE and not str(speculate).removeprefix("draft="):
         raise ConfigError("speculate=draft= names no model: give a folder or a file behind it")
-    if speculate not in ("auto", "off", "mtp") and not str(speculate).startswith("draft="):
-        raise ConfigError(f"speculate={speculate!r}; choose one of auto, off, mtp, draft=PATH")
+    if speculate not in SPECULATE and not str(speculate).startswith("draft="):
+        raise ConfigError(
+            f"speculate={speculate!r}; choose one of {', '.join(SPECULATE)}, draft=PATH"
+        )
     least = {
         "context": 1,
         "prefetch_distance": 0,
