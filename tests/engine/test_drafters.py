@@ -1,6 +1,5 @@
 """EAGLE-3 drafters through the engine: they draft what is defined, and change no answer."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from reference import MINI_DENSE, MINI_MOE, transformers_model
 
 import hmt
 from hmt.base.errors import CheckpointError, ConfigError
+from hmt.contracts.blocks import BlockKind
 from hmt.engine import LoadedModel
 from hmt.engine.speculation.draft import Draft, Worth
 from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
@@ -201,8 +201,29 @@ def test_what_does_not_suit_is_refused(changed: dict[str, Any], said: str, tmp_p
         hmt.Engine(**OPTIONS, speculate=f"draft={tmp_path}").load_model(MINI_DENSE)
 
 
-def test_drafters_of_other_sizes_are_refused(drafters: dict[str, tuple[Drafter, Path]]) -> None:
-    sizes = json.loads((MINI_MOE / "config.json").read_text())["hidden_size"]
-    with pytest.raises(ConfigError, match=f"hidden_size 256.*has {sizes}"):
-        folder = drafters["original"][1]
-        hmt.Engine(**OPTIONS, speculate=f"draft={folder}").load_model(MINI_MOE)
+def test_drafters_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    write(random_drafter(width=128, vocab=VOCAB), tmp_path)
+    with pytest.raises(ConfigError, match=r"hidden_size 128, and this one.*has 256"):
+        hmt.Engine(**OPTIONS, speculate=f"draft={tmp_path}").load_model(MINI_DENSE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "w4a8"])
+def test_prediction_layers_share_the_embedding_and_the_output_layer(
+    quantization: str | None,
+) -> None:
+    """In the bytes that the model has them in: the layers' own are all that is loaded for them."""
+    request = hmt.Request([20 + (7 * n) % 300 for n in range(30)], 24, ignore_eos=True)
+    options = OPTIONS | {"quantization": quantization}
+    with hmt.Engine(**options, speculate="off") as engine:
+        wanted = engine.load_model(MINI_MOE).infer(request)
+    with hmt.Engine(**options, speculate="mtp") as engine:
+        model = engine.load_model(MINI_MOE)
+        draft = model._core.memory.draft
+        assert draft is not None
+        kinds = {block.kind for block in draft.prepared.layouts}
+        [head] = (b for b in draft.prepared.layouts if b.kind is BlockKind.HEAD)
+        assert BlockKind.EMBEDDING not in kinds and draft.prepared.layouts[head].slot_bytes <= 8192
+        always_asked(model)
+        assert model.infer(request) == wanted
+        assert model.summary().speculation.accepted > 3

@@ -4,7 +4,7 @@ Checkpoints are read as their authors publish them (`LlamaForCausalLMEagle3`: `m
 `d2t`) and in the format of the `speculators` library (`speculators_model_type` "eagle3").
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -66,7 +66,9 @@ class Eagle3(Drafter):
     layers   as many layers of the verifier come before each of the hidden states
     """
 
-    def __init__(self, base: Decoder, options: _Options, table_rows: int) -> None:
+    def __init__(
+        self, base: Decoder, options: _Options, table_rows: int, borrows: Collection[BlockKind]
+    ) -> None:
         """`base` is changed; `table_rows`: tokens of the model that verifies."""
         first = base.fusable_layer(0)
         assert first is not None and isinstance(first.mixer, Attention)
@@ -89,13 +91,14 @@ class Eagle3(Drafter):
             replace(
                 base.spec, blocks=blocks, ignored=(r".*",), together=False, activation_width=width
             ),
+            borrows,
         )
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """Embeddings beside hidden states: [tokens, 2 * hidden_size]."""
         assert step.inputs is not None, "a step without hidden states"
-        tokens = self._base.embed(step, weights)
+        tokens = self._base.embed(step, self._with_table(weights))
         hidden = step.inputs.to(tokens.device, tokens.dtype)
         if hidden.shape[1] == self._all_norm.width:
             with weights.lease(_FIRST) as params:
@@ -175,9 +178,13 @@ class Eagle3(Drafter):
 
 
 def open_eagle3(
-    config: Mapping[str, Any], path: Path, dtype: torch.dtype, verifier: ModelSpec
+    config: Mapping[str, Any],
+    path: Path,
+    dtype: torch.dtype,
+    verifier: ModelSpec,
+    borrows: Collection[BlockKind] = (),
 ) -> Eagle3:
-    """The drafter of a parsed config.json, for the model that verifies.
+    """The drafter of a parsed config.json, for the model that verifies; `borrows` as in Drafter.
 
     Raises ConfigError where it drafts for another model, and as `open_model` does.
     """
@@ -207,7 +214,11 @@ def open_eagle3(
     one = drafting_config(config, layer_config, _FAMILIES[family], verifier)
     base = open_model(one, path, dtype)
     assert isinstance(base, Decoder)
-    return Eagle3(base, options, verifier.vocab_size)
+    if own_width != verifier.hidden_size:
+        borrows = ()  # or they have another width than its layers
+    elif one["vocab_size"] != verifier.vocab_size:
+        borrows = set(borrows) - {BlockKind.HEAD}
+    return Eagle3(base, options, verifier.vocab_size, borrows)
 
 
 def layers_config(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:

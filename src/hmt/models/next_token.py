@@ -2,10 +2,10 @@
 
 It computes from a token and the hidden state of the one before it (DeepSeek-V3's technical report,
 arXiv 2412.19437, section 2.2).  Here it is a separate model with one layer, made of the family's,
-and with copies of the embedding and of the output layer.
+which shares the embedding and the output layer of the model that verifies.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -72,8 +72,8 @@ _FAMILIES: Final[dict[str, Callable[[Mapping[str, Any]], _Names | None]]] = {
 class NextTokenModel(Drafter):
     """A model of one layer, whose embedding joins a token with a hidden state."""
 
-    def __init__(self, base: Decoder, names: _Names) -> None:
-        """`base` has one layer, and is changed."""
+    def __init__(self, base: Decoder, names: _Names, borrows: Collection[BlockKind]) -> None:
+        """`base` has one layer, and is changed; `borrows` as in Drafter."""
         self._norm: RMSNorm = base.final_norm_layer
         width = base.spec.hidden_size
         joining = (
@@ -88,12 +88,12 @@ class NextTokenModel(Drafter):
             for block in base.spec.blocks
         )
         spec = replace(base.spec, blocks=tuple(blocks), ignored=(r".*",), together=False)
-        super().__init__(base, spec)
+        super().__init__(base, spec, borrows)
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
         assert step.inputs is not None, "a step without hidden states"
-        tokens = self._base.embed(step, weights)
+        tokens = self._base.embed(step, self._with_table(weights))
         hidden = step.inputs.to(tokens.device, tokens.dtype)
         with weights.lease(_FIRST) as params:
             parts = (
@@ -104,9 +104,15 @@ class NextTokenModel(Drafter):
 
 
 def open_predictor(
-    config: Mapping[str, Any], path: Path, dtype: torch.dtype
+    config: Mapping[str, Any],
+    path: Path,
+    dtype: torch.dtype,
+    borrows: Collection[BlockKind] = (),
 ) -> NextTokenModel | None:
     """What drafts one token more than the model of a parsed config.json; None: nothing does.
+
+    `borrows` as in Drafter: these layers share the model's embedding and output layer, whether or
+    not there are copies in the checkpoint.
 
     Whether the checkpoint has these layers, its tensors tell.  Raises as `open_model` does.
     """
@@ -122,7 +128,7 @@ def open_predictor(
     if "first_k_dense_replace" in one:
         one["first_k_dense_replace"] = 0
     base = open_model(one, path, dtype)
-    return NextTokenModel(base, names) if isinstance(base, Decoder) else None
+    return NextTokenModel(base, names, borrows) if isinstance(base, Decoder) else None
 
 
 def _renamed(block: BlockSpec, names: _Names) -> BlockSpec:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from hmt.base.errors import BudgetError, ConfigError
+from hmt.contracts.blocks import BlockKind
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.demand import dtype_for
 from hmt.engine.loading.drafter import drafter_kind, prepare_drafter
@@ -28,10 +29,14 @@ _KEPT: Final = (
 )  # fmt: skip
 
 
-def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> PreparedDraft | None:
+def prepare_draft(
+    path: Path, config: EngineConfig, host_bytes: int, *, on_device: bool
+) -> PreparedDraft | None:
     """The draft model of the one in `path`; None: none was asked for.
 
     host_bytes   that are left for both
+    on_device    the other one may have its embedding or its output layer on a device, so that they
+                 are copied instead of shared
 
     Raises ConfigError where there is none or it does not suit, else as `prepare`.
     """
@@ -41,12 +46,14 @@ def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> Prepared
     way, _, folder = config.speculate.partition("=")
     try:
         if way == "mtp":
-            predictor = _prepare_predictor(path, own, host_bytes // _SHARE)
+            predictor = _prepare_predictor(path, own, host_bytes // _SHARE, share=not on_device)
             return PreparedDraft(predictor, own, DraftInputs("mtp"))
         if way == "draft":
             source = open_source(located(folder))
             if (kind := drafter_kind(source.checkpoint)) is not None:
-                return prepare_drafter(kind, path, source, own, host_bytes // _SHARE)
+                return prepare_drafter(
+                    kind, path, source, own, host_bytes // _SHARE, share=not on_device
+                )
             return PreparedDraft(_prepare_model(path, folder, own, host_bytes // _SHARE), own)
     except BudgetError as error:
         raise BudgetError(
@@ -56,9 +63,13 @@ def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> Prepared
     return None
 
 
-def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Prepared:
+def _prepare_predictor(
+    path: Path, config: EngineConfig, host_bytes: int, *, share: bool
+) -> Prepared:
     source = open_source(path)
-    model = open_predictor(source.config, source.path, dtype_for(config, source, on_gpu=False))
+    dtype = dtype_for(config, source, on_gpu=False)
+    borrows = (BlockKind.EMBEDDING, BlockKind.HEAD) if share else ()
+    model = open_predictor(source.config, source.path, dtype, borrows)
     if model is None or source.pack is not None or source.checkpoint.vocabulary is not None:
         raise ConfigError(
             f"speculate=mtp, but {path} has no multi-token prediction layers that HMT runs "

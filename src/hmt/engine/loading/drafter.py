@@ -25,6 +25,7 @@ from hmt.models import (
     open_eagle3,
     open_model,
 )
+from hmt.models.decoder import Decoder
 from hmt.weights import named
 
 _TOKENS: Final = "d2t"  # how far each of the drafter's tokens is from the verifier's
@@ -45,9 +46,18 @@ def drafter_kind(checkpoint: Checkpoint) -> str | None:
 
 
 def prepare_drafter(
-    kind: str, path: Path, source: Source, config: EngineConfig, host_bytes: int
+    kind: str,
+    path: Path,
+    source: Source,
+    config: EngineConfig,
+    host_bytes: int,
+    *,
+    share: bool,
 ) -> PreparedDraft:
     """The drafter in `source` for the model in `path`.
+
+    share   whether it may compute with the bytes of that model's embedding and output layer, where
+            it has none of its own
 
     Raises ConfigError where it is none that HMT runs or drafts for another model, else as
     `prepare`.
@@ -59,10 +69,12 @@ def prepare_drafter(
             "ordinary models with the same tokenizer"
         )
     verifier = open_source(path)
-    spec = open_model(verifier.config, path, dtype_for(config, verifier, on_gpu=False)).spec
+    verifying = open_model(verifier.config, path, dtype_for(config, verifier, on_gpu=False))
+    spec = verifying.spec
     _check_architecture(source, verifier)
     dtype = dtype_for(config, source, on_gpu=False)
-    model = open_eagle3(source.config, folder, dtype, spec)
+    borrows = _missing(source.checkpoint) if share and isinstance(verifying, Decoder) else ()
+    model = open_eagle3(source.config, folder, dtype, spec, borrows)
     joined = replace(source, checkpoint=_with_verifier(source.checkpoint, verifier, spec))
     prepared = prepare_model(joined, model, config, host_bytes)
     tokens = _verifier_tokens(source.checkpoint, model.spec.vocab_size, spec.vocab_size)
@@ -85,6 +97,13 @@ def _check_architecture(source: Source, verifier: Source) -> None:
             f"{', '.join(map(str, names)):.100}; {verifier.path} is of type "
             f"{', '.join(own or ('unknown',))}: choose a drafter that was trained for it"
         )
+
+
+def _missing(checkpoint: Checkpoint) -> list[BlockKind]:
+    """What of the verifier's a drafter computes with, since it has none of its own."""
+    names = {BlockKind.EMBEDDING: "embed_tokens.weight", BlockKind.HEAD: "lm_head.weight"}
+    there = {name.removeprefix("model.") for name in checkpoint.records}
+    return [kind for kind, name in names.items() if name not in there]
 
 
 def _with_verifier(checkpoint: Checkpoint, verifier: Source, spec: ModelSpec) -> Checkpoint:

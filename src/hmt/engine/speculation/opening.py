@@ -15,6 +15,7 @@ from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf, 
 from hmt.engine.speculation.prompt_lookup import PromptLookup
 from hmt.engine.speculation.speculator import Speculator
 from hmt.kernels.cpu import extension
+from hmt.models.drafter import Drafter
 
 
 def open_speculator(
@@ -32,6 +33,8 @@ def open_speculator(
         runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
         chunk = draft.prepared.plan.max_prefill_tokens
         model = DraftModel(runner, draft.memory.kv.allocator, chunk)
+        if isinstance(draft.prepared.model, Drafter):
+            draft.prepared.model.borrow(memory.weights)
         own: Proposer = DraftModelProposer(model, prepared.model.spec.vocab_size)
         if draft.inputs is not None:
             own = NextTokenProposer(model, prepared.model.spec.vocab_size, draft.inputs)
