@@ -141,7 +141,7 @@ def test_lookup_guesses_where_an_answer_repeats() -> None:
         model = engine.load_model(MINI_DENSE)
         wanted = model.infer(request).token_ids
         assert not model.summary().speculation.proposed
-    with hmt.Engine(**OPTIONS) as engine:
+    with hmt.Engine(**OPTIONS | {"speculate": "lookup"}) as engine:
         model = engine.load_model(MINI_DENSE)
         for _ in range(3):  # the second time the first answer is known
             assert model.infer(request).token_ids == wanted
@@ -155,7 +155,7 @@ def test_lookup_guesses_where_an_answer_repeats() -> None:
 
 
 def test_unknown_ways_to_speculate_are_refused() -> None:
-    with pytest.raises(ConfigError, match="choose one of auto, off, mtp, draft=PATH"):
+    with pytest.raises(ConfigError, match="choose one of auto, off, lookup, mtp, draft=PATH"):
         hmt.Engine(speculate="often")
 
 

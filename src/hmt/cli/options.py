@@ -139,8 +139,9 @@ class EngineOptions:
         str | None,
         _compute(
             help="auto drafts next tokens by what was said before and verifies several in one "
-            "step, where that is faster and changes no answer; mtp also by the checkpoint's "
-            "multi-token prediction layers, draft=PATH by a smaller model; off does not."
+            "step, where that is faster and changes no answer, as lookup does; mtp also by the "
+            "checkpoint's multi-token prediction layers, draft=PATH by a smaller model or an "
+            "EAGLE-3 drafter; off does not."
         ),
     ] = None
     prefetch_distance: Annotated[int | None, _memory(help="Layers to read ahead.")] = None

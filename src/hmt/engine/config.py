@@ -39,6 +39,7 @@ RETIRED = {
 }
 # Options without a successor, and the value that says what now always holds.
 GONE = {"kv_select": "bound"}
+SPECULATE = ("auto", "off", "lookup", "mtp")
 _SHARE_OF_AVAILABLE = 0.8  # the rest is for the process itself and its neighbours
 
 
@@ -62,10 +63,11 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
-    speculate             "auto" guesses next tokens by what the text said before, and verifies
+    speculate             "lookup" guesses next tokens by what the text said before, and verifies
                           several in a step, where that changes no answer and takes less time; "mtp"
                           also by the checkpoint's multi-token prediction layers, "draft=PATH" by a
-                          smaller model of the same tokenizer; "off" does not
+                          smaller model of the same tokenizer, or by an EAGLE-3 drafter; "off" does
+                          not; "auto" does what needs no memory: lookup
     draft_tokens          guesses that a step may end with for each sequence of a model with
                           recurrent state, which has a journal for so many; None: 8, or as many as
                           there are in 1/64 of the host memory
@@ -272,10 +274,12 @@ def _check(values: dict[str, Any]) -> None:
         if name in values and values[name] not in allowed:
             raise ConfigError(f"{name}={values[name]!r}; choose one of {', '.join(allowed)}")
     speculate = values.get("speculate", "auto")
-    if speculate not in ("auto", "off", "mtp") and not str(speculate).removeprefix("draft="):
+    if speculate not in SPECULATE and not str(speculate).removeprefix("draft="):
         raise ConfigError("speculate=draft= names no model: give a folder or a file behind it")
-    if speculate not in ("auto", "off", "mtp") and not str(speculate).startswith("draft="):
-        raise ConfigError(f"speculate={speculate!r}; choose one of auto, off, mtp, draft=PATH")
+    if speculate not in SPECULATE and not str(speculate).startswith("draft="):
+        raise ConfigError(
+            f"speculate={speculate!r}; choose one of {', '.join(SPECULATE)}, draft=PATH"
+        )
     least = {
         "context": 1,
         "prefetch_distance": 0,

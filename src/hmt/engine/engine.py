@@ -67,7 +67,7 @@ class Engine:
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
         left = left if host_memory is None else min(left, host_memory)
         room, path = self._device_left(), located(path)
-        draft = prepare_draft(path, self.config, left)
+        draft = prepare_draft(path, self.config, left, on_device=room > 0)
         if draft is not None:
             left -= draft.host_bytes
         try:

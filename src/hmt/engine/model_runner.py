@@ -113,4 +113,6 @@ def _open_executor(
     graphs = None
     if on_device is not None:
         graphs = open_graphs(model, weights, plan, on_device, kv, config.max_batch)
-    return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows)
+    inputs = None if memory.draft is None else memory.draft.inputs
+    layers = () if inputs is None else inputs.layers
+    return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows, layers)

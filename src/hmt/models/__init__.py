@@ -1,4 +1,5 @@
 """Model families: one readable file each, in forward order."""
 
+from hmt.models.eagle3 import EAGLE3_ARCHITECTURES, VERIFIER_HEAD, VERIFIER_TABLE, open_eagle3
 from hmt.models.next_token import open_predictor
 from hmt.models.registry import open_model, supported_architectures, with_architecture

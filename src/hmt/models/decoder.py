@@ -144,14 +144,22 @@ class Decoder(ABC, Model):
 
     @override
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return self._logits(hidden, weights, normed=False)
+
+    def logits_of(self, normed: Tensor, weights: Weights) -> Tensor:
+        """`head` of rows that another norm than the final one has normed."""
+        return self._logits(normed, weights, normed=True)
+
+    def _logits(self, hidden: Tensor, weights: Weights, *, normed: bool) -> Tensor:
         standing = weights.resident(self._head_chunks)
         if standing is not None:
+            hidden = hidden if normed else self.final_norm(hidden, standing[0].params)
             return self._scaled(self._resident_head(hidden, standing, weights))
         logits = hidden.new_empty(len(hidden), self.spec.vocab_size)
         first = 0
         for chunk in self._head_chunks:
             with weights.lease(chunk) as params:
-                if chunk.index == 0:
+                if chunk.index == 0 and not normed:
                     hidden = self.final_norm(hidden, params)
                 rows = params["weight"].shape[0]
                 ops.linear_into(logits[:, first : first + rows], hidden, params["weight"])
@@ -178,10 +186,9 @@ class Decoder(ABC, Model):
     def _resident_head(
         self, hidden: Tensor, chunks: Sequence[ResidentBlock], weights: Weights
     ) -> Tensor:
-        """All chunks in one call, with the same results."""
+        """All chunks in one call, with the same results, of normed rows."""
         names = tuple(f"weight{number}" for number in range(len(chunks)))
         params = {name: chunk.params["weight"] for name, chunk in zip(names, chunks, strict=True)}
-        hidden = self.final_norm(hidden, chunks[0].params)
         weights.count(sum(chunk.nbytes for chunk in chunks))
         return fused_ops.linear_many_float(hidden, params, names)
 

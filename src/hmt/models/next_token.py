@@ -2,10 +2,10 @@
 
 It computes from a token and the hidden state of the one before it (DeepSeek-V3's technical report,
 arXiv 2412.19437, section 2.2).  Here it is a separate model with one layer, made of the family's,
-and with copies of the embedding and of the output layer.
+which shares the embedding and the output layer of the model that verifies.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,11 +15,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec
-from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Weights
+from hmt.contracts.store import Weights
 from hmt.layers import RMSNorm, linear_params, project
 from hmt.models.decoder import Decoder
+from hmt.models.drafter import Drafter
 from hmt.models.registry import open_model, text_part
 
 _LAYER: Final = "model.layers.0."
@@ -71,17 +71,12 @@ _FAMILIES: Final[dict[str, Callable[[Mapping[str, Any]], _Names | None]]] = {
 }
 
 
-class NextTokenModel(Model):
-    """A model of one layer, whose embedding joins a token with a hidden state.
+class NextTokenModel(Drafter):
+    """A model of one layer, whose embedding joins a token with a hidden state."""
 
-    Steps carry these as `Step.inputs`.
-    """
-
-    def __init__(self, base: Decoder, names: _Names) -> None:
-        """`base` has one layer, and is changed."""
-        self._base = base
+    def __init__(self, base: Decoder, names: _Names, borrows: Collection[BlockKind]) -> None:
+        """`base` has one layer, and is changed; `borrows` as in Drafter."""
         self._norm: RMSNorm = base.final_norm_layer
-        self.dtype = base.dtype
         width = base.spec.hidden_size
         joining = (
             self._norm.param("token_norm", names.token_norm),
@@ -95,12 +90,12 @@ class NextTokenModel(Model):
             for block in base.spec.blocks
         )
         spec = replace(base.spec, blocks=tuple(blocks), ignored=(r".*",), together=False)
-        self.spec = base.spec = spec
+        super().__init__(base, spec, borrows)
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
         assert step.inputs is not None, "a step without hidden states"
-        tokens = self._base.embed(step, weights)
+        tokens = self._base.embed(step, self._with_table(weights))
         hidden = step.inputs.to(tokens.device, tokens.dtype)
         with weights.lease(_FIRST) as params:
             parts = (
@@ -109,41 +104,17 @@ class NextTokenModel(Model):
             )
             return project(torch.cat(parts, dim=1), params, "joined")
 
-    @override
-    def layer(
-        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
-    ) -> Tensor:
-        return self._base.layer(index, hidden, step, weights, kv)
-
-    @override
-    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
-        return self._base.fused_layers(layers, weights, kv)
-
-    @override
-    def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.normed(hidden, weights)
-
-    @override
-    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.head(hidden, weights)
-
-    @override
-    def angles(self, step: Step) -> tuple[int, ...]:
-        return self._base.angles(step)
-
-    @override
-    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.expected_experts(index, hidden, weights)
-
-    @override
-    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
-        return self._base.layer_blocks(index)
-
 
 def open_predictor(
-    config: Mapping[str, Any], path: Path, dtype: torch.dtype
+    config: Mapping[str, Any],
+    path: Path,
+    dtype: torch.dtype,
+    borrows: Collection[BlockKind] = (),
 ) -> NextTokenModel | None:
     """What drafts one token more than the model of a parsed config.json; None: nothing does.
+
+    `borrows` as in Drafter: these layers share the model's embedding and output layer, whether or
+    not there are copies in the checkpoint.
 
     Whether the checkpoint has these layers, its tensors tell.  Raises as `open_model` does.
     """
@@ -159,7 +130,7 @@ def open_predictor(
     if "first_k_dense_replace" in one:
         one["first_k_dense_replace"] = 0
     base = open_model(one, path, dtype)
-    return NextTokenModel(base, names) if isinstance(base, Decoder) else None
+    return NextTokenModel(base, names, borrows) if isinstance(base, Decoder) else None
 
 
 def _renamed(block: BlockSpec, names: _Names) -> BlockSpec:

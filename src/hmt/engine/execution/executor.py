@@ -8,12 +8,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 
 import torch
 from typing_extensions import override
 
 from hmt.base.trace import Tracer
-from hmt.contracts.model import Model
+from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Priority, Weights
 from hmt.engine.execution.graphs.runner import GraphRunner
@@ -165,9 +166,11 @@ class PlainExecutor(Executor):
         places.begin(step)
         self._stages.begin()
         hidden = self._model.embed(step, self._weights)
+        self._outputs.show_layer(step, 0, hidden, viewer)
         for index in range(layers):
             hidden, here = places.fetch(hidden, index), places.step(index)
             hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
+            self._outputs.show_layer(step, index + 1, hidden, viewer)
             self._stages.ended(index)
         logits = torch.empty(0, self._model.spec.vocab_size)
         if len(step.logit_rows) or step.has_prompt_outputs:
@@ -199,23 +202,25 @@ class OverlappedExecutor(Executor):
         places: DeviceStages | None = None,
         graphs: GraphRunner | str | None = None,
         scored_rows: int = 1,
+        shown_layers: Sequence[int] = (),
     ) -> None:
         """`graphs` computes what it can of steps after their embedding, or why there are none.
 
-        None where no device takes part.
+        None where no device takes part.  `shown_layers`: behind so many layers a viewer may want
+        hidden states.
         """
         super().__init__(model, weights, kv, tracer, places, scored_rows)
         self._ahead = ahead
         self.graphs = graphs if isinstance(graphs, GraphRunner) else None
         self._obstacle = graphs if isinstance(graphs, str) else ""
-        self._together = None
+        self._together: Sequence[tuple[range, FusedLayers]] = ()
         if self._places.alike:
-            self._together = model.fused_layers(range(model.spec.layers), weights, kv)
+            self._together = _together(model, weights, kv, shown_layers)
 
     @property
     @override
     def expert_uses(self) -> Mapping[int, Sequence[int]]:
-        return {} if self._together is None else self._together.expert_uses
+        return dict(use for _, part in self._together for use in part.expert_uses.items())
 
     @property
     @override
@@ -249,15 +254,14 @@ class OverlappedExecutor(Executor):
                 return logits
         self._request(0)
         hidden = self._model.embed(step, self._weights)
-        if self._together is not None and self._together(hidden, step):
-            self._stages.ended(None)
-        else:
-            for index in range(layers):
-                self._request(index)
-                hidden, here = places.fetch(hidden, index), places.step(index)
-                hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
-                ahead.stage_ends(index)
-                self._stages.ended(index)
+        self._outputs.show_layer(step, 0, hidden, viewer)
+        for index in range(self._compute_together(step, hidden, viewer), layers):
+            self._request(index)
+            hidden, here = places.fetch(hidden, index), places.step(index)
+            hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
+            self._outputs.show_layer(step, index + 1, hidden, viewer)
+            ahead.stage_ends(index)
+            self._stages.ended(index)
         logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
         if rows or step.has_prompt_outputs:
             self._request(layers)
@@ -273,7 +277,35 @@ class OverlappedExecutor(Executor):
         ahead.step_ends()
         return logits
 
+    def _compute_together(
+        self, step: Step, hidden: torch.Tensor, viewer: PromptOutputSource | None
+    ) -> int:
+        """Compute many layers in a call; how many were.  `hidden` changes as they change it."""
+        computed = 0
+        for layers, together in self._together:
+            if not together(hidden, step):
+                return computed
+            computed = layers.stop
+            self._outputs.show_layer(step, computed, hidden, viewer)
+        if computed:
+            self._stages.ended(None)
+        return computed
+
     def _request(self, stage: int) -> None:
         blocks = self._ahead.blocks(stage)
         if blocks or self._ahead.asks_for_experts:  # and lets go of those that were not chosen
             self._weights.request(blocks, Priority.PREFETCH)
+
+
+def _together(
+    model: Model, weights: Weights, kv: KVCache, shown_layers: Sequence[int]
+) -> Sequence[tuple[range, FusedLayers]]:
+    """All layers as few calls, between which hidden states are shown; () where that cannot be."""
+    borders = sorted({0, *shown_layers, model.spec.layers})
+    parts = list[tuple[range, FusedLayers]]()
+    for layers in (range(*pair) for pair in pairwise(borders)):
+        part = model.fused_layers(layers, weights, kv)
+        if part is None:
+            return ()
+        parts.append((layers, part))
+    return parts

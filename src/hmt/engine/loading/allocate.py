@@ -144,7 +144,7 @@ def allocate_draft(
     except BaseException:
         memory.close()
         raise
-    memory.draft = LoadedDraft(draft.prepared, draft.config, own)
+    memory.draft = LoadedDraft(draft.prepared, draft.config, own, draft.inputs)
 
 
 def _leave_to_torch(activations: Account, stack: ExitStack) -> None:

@@ -5,9 +5,17 @@ from pathlib import Path
 from typing import Final
 
 from hmt.base.errors import BudgetError, ConfigError
+from hmt.contracts.blocks import BlockKind
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.demand import dtype_for
-from hmt.engine.loading.prepare import Prepared, PreparedDraft, prepare, prepare_model
+from hmt.engine.loading.drafter import drafter_kind, prepare_drafter
+from hmt.engine.loading.prepare import (
+    DraftInputs,
+    Prepared,
+    PreparedDraft,
+    prepare,
+    prepare_model,
+)
 from hmt.engine.loading.source import open_source
 from hmt.formats import located
 from hmt.models import open_predictor
@@ -21,10 +29,14 @@ _KEPT: Final = (
 )  # fmt: skip
 
 
-def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> PreparedDraft | None:
+def prepare_draft(
+    path: Path, config: EngineConfig, host_bytes: int, *, on_device: bool
+) -> PreparedDraft | None:
     """The draft model of the one in `path`; None: none was asked for.
 
     host_bytes   that are left for both
+    on_device    the other one may have its embedding or its output layer on a device, so that they
+                 are copied instead of shared
 
     Raises ConfigError where there is none or it does not suit, else as `prepare`.
     """
@@ -34,10 +46,15 @@ def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> Prepared
     way, _, folder = config.speculate.partition("=")
     try:
         if way == "mtp":
-            return PreparedDraft(_prepare_predictor(path, own, host_bytes // _SHARE), own)
+            predictor = _prepare_predictor(path, own, host_bytes // _SHARE, share=not on_device)
+            return PreparedDraft(predictor, own, DraftInputs("mtp"))
         if way == "draft":
-            draft = _prepare_model(path, Path(folder), own, host_bytes // _SHARE)
-            return PreparedDraft(draft, own)
+            source = open_source(located(folder))
+            if (kind := drafter_kind(source.checkpoint)) is not None:
+                return prepare_drafter(
+                    kind, path, source, own, host_bytes // _SHARE, share=not on_device
+                )
+            return PreparedDraft(_prepare_model(path, folder, own, host_bytes // _SHARE), own)
     except BudgetError as error:
         raise BudgetError(
             f"a draft model (speculate={config.speculate}) may have 1/{_SHARE} of the "
@@ -46,9 +63,14 @@ def prepare_draft(path: Path, config: EngineConfig, host_bytes: int) -> Prepared
     return None
 
 
-def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Prepared:
+def _prepare_predictor(
+    path: Path, config: EngineConfig, host_bytes: int, *, share: bool
+) -> Prepared:
     source = open_source(path)
-    model = open_predictor(source.config, source.path, dtype_for(config, source, on_gpu=False))
+    borrows = (BlockKind.EMBEDDING, BlockKind.HEAD) if share else ()
+    model = open_predictor(
+        source.config, source.path, dtype_for(config, source, on_gpu=False), borrows
+    )
     if source.pack is not None:
         raise ConfigError(
             f"speculate=mtp, but {path} is a pack, which holds the layers that answers need and no "
@@ -63,7 +85,7 @@ def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Pre
     return prepare_model(source, model, config, host_bytes)
 
 
-def _prepare_model(path: Path, folder: Path, config: EngineConfig, host_bytes: int) -> Prepared:
+def _prepare_model(path: Path, folder: str, config: EngineConfig, host_bytes: int) -> Prepared:
     draft = prepare(located(folder), config, host_bytes)
     if draft.model.spec.state_bytes:
         raise ConfigError(

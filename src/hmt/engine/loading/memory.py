@@ -9,7 +9,7 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.experts.trace import TraceWriter
 from hmt.engine.loading.device import OnDevice
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepare import DraftInputs, Prepared
 from hmt.engine.run_summary import DeviceAccount, ExpertAccount
 from hmt.kvcache import AnyKV, SplitKVCache, TieredKV
 from hmt.kvcache.prefix import PrefixCache
@@ -87,8 +87,9 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class LoadedDraft:
-    """A loaded draft model, and its options."""
+    """A loaded draft model, and its options; see PreparedDraft."""
 
     prepared: Prepared
     config: EngineConfig
     memory: Memory
+    inputs: DraftInputs | None = None

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from hmt.base.errors import BudgetError, RequestError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
@@ -51,11 +53,31 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """What a draft model computes from besides tokens: hidden states of the model that verifies.
+
+    kind     that its draft tokens are counted under
+    layers   as many layers come before each of the hidden states, which are joined; (): those
+             behind the final norm
+    tokens   int64 [vocab_size of the draft model]: what each of its tokens is of the other's; None:
+             the same
+    """
+
+    kind: str
+    layers: tuple[int, ...] = ()
+    tokens: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedDraft:
-    """A draft model that was planned for, and its options."""
+    """A draft model that was planned for, and its options.
+
+    inputs   None: it computes from tokens alone
+    """
 
     prepared: Prepared
     config: EngineConfig
+    inputs: DraftInputs | None = None
 
     @property
     def host_bytes(self) -> int:

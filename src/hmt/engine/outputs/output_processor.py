@@ -10,7 +10,7 @@ from hmt.base.errors import HMTError, NumericsError, RequestError
 from hmt.base.log import logger
 from hmt.contracts.request import FinishReason, PromptEvent, Request, TokenEvent, TokenLogprob
 from hmt.contracts.step import SchedulerOutput
-from hmt.engine.outputs.prompt_outputs import EmbeddingPool
+from hmt.engine.outputs.prompt_outputs import EmbeddingPool, PromptOutputSource
 from hmt.engine.outputs.sampler import SamplerState, logprob_of, not_finite
 from hmt.engine.scheduling.sequence import SequenceState
 from hmt.kernels import ops
@@ -197,8 +197,8 @@ class OutputProcessor:
         self.listener.put(TokenEvent(token_id, text, logprob, reason, self.stops.matched, ends))
 
 
-class PromptOutputRows:
-    """Implements PromptOutputSource: gives a step's rows to the requests that they are of."""
+class PromptOutputRows(PromptOutputSource):
+    """Gives a step's rows to the requests that they are of."""
 
     def __init__(self, output: SchedulerOutput, processors: Mapping[int, OutputProcessor]) -> None:
         """`processors` by number of the request."""

@@ -12,7 +12,13 @@ from hmt.contracts.store import Weights
 
 
 class PromptOutputSource(Protocol):
-    """Who looks at a step's rows.  Tensors are valid during the call; it must not raise."""
+    """Who looks at a step's rows.  Tensors are valid during the call; it must not raise.
+
+    layers   behind so many layers, ascending, the hidden states of pooled rows are shown instead of
+             those behind the final norm; (): these
+    """
+
+    layers: tuple[int, ...] = ()
 
     def logits(self, first: int, logits: torch.Tensor) -> None:
         """Of the scored rows from the one numbered `first` on: f32 [some, vocab]."""
@@ -21,6 +27,10 @@ class PromptOutputSource(Protocol):
     def hidden(self, first: int, hidden: torch.Tensor) -> None:
         """Of the pooled rows, behind the final norm: f32 [some, hidden_size]."""
         ...
+
+    def layer_hidden(self, layer: int, hidden: torch.Tensor) -> None:
+        """Of all pooled rows, behind the first `layer` layers: [pooled, hidden_size]."""
+        assert not self.layers
 
 
 class PromptOutputSink:
@@ -35,8 +45,17 @@ class PromptOutputSink:
         """What the step has to show, from `hidden` [tokens, hidden_size]."""
         for first, rows in self._pieces(step.scored_rows, hidden):
             viewer.logits(first, self._model.head(rows, self._weights).cpu())
+        if viewer.layers:
+            return
         for first, rows in self._pieces(step.pooled_rows, hidden):
             viewer.hidden(first, self._model.normed(rows, self._weights).cpu())
+
+    def show_layer(
+        self, step: Step, layer: int, hidden: torch.Tensor, viewer: PromptOutputSource | None
+    ) -> None:
+        """What `viewer` wants of `hidden` [tokens, hidden_size] behind `layer` layers."""
+        if viewer is not None and layer in viewer.layers:
+            viewer.layer_hidden(layer, hidden[step.pooled_rows.to(hidden.device)].cpu())
 
     def _pieces(
         self, wanted: torch.Tensor, hidden: torch.Tensor

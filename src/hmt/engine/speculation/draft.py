@@ -26,10 +26,13 @@ class Proposer(Protocol):
     """Drafts how sequences go on.  For the engine's thread.
 
     needs_hidden   whether `observe` wants the hidden states of all tokens
+    layers         as many layers come before these, which are joined; (): those behind the final
+                   norm
     is_slow        whether drafting takes time, also where nothing is worth verifying then
     """
 
     needs_hidden: bool
+    layers: tuple[int, ...] = ()
     is_slow: bool
 
     def propose(
@@ -48,7 +51,7 @@ class Proposer(Protocol):
     def observe(self, number: int, tokens: Sequence[int], start: int, hidden: torch.Tensor) -> None:
         """A request's tokens from `start` on were computed and stay.
 
-        hidden   f32 [tokens, hidden_size] of these, behind the final norm
+        hidden   f32 [tokens, hidden_size] of these, behind the final norm; or of several `layers`
         tokens   all of the request
         """
         ...

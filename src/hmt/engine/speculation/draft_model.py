@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.base.errors import HMTError
 from hmt.base.units import round_up
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.model_runner import ModelRunner
+from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.kvcache import KVAllocator
 
 _AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by
@@ -25,15 +27,17 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
 
 
-class _LastHidden:
-    """Implements PromptOutputSource: keeps the hidden state of the last row."""
+class _LastHidden(PromptOutputSource):
+    """Keeps the hidden state of the last row."""
 
     def __init__(self) -> None:
         self.row = torch.empty(0)
 
+    @override
     def logits(self, first: int, logits: Tensor) -> None:
         """None is asked for."""
 
+    @override
     def hidden(self, first: int, hidden: Tensor) -> None:
         """See PromptOutputSource."""
         self.row = hidden[-1].clone()

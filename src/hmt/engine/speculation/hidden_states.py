@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
+from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 
 
 def with_hidden(output: SchedulerOutput) -> SchedulerOutput:
@@ -15,25 +17,38 @@ def with_hidden(output: SchedulerOutput) -> SchedulerOutput:
     return replace(output, segments=tuple(segments))
 
 
-class HiddenStates:
-    """Implements PromptOutputSource: keeps the rows of one step."""
+class HiddenStates(PromptOutputSource):
+    """Keeps the rows of one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: tuple[int, ...] = ()) -> None:
+        """`layers` as in PromptOutputSource."""
+        self.layers = layers
+        self._joined: list[Tensor] = []  # by layer
         self._parts: list[Tensor] = []
 
     def begin(self) -> None:
         """A step begins, which may show nothing."""
-        self._parts = []
+        self._parts, self._joined = [], []
 
+    @override
     def logits(self, first: int, logits: Tensor) -> None:
         """None is asked for."""
 
+    @override
     def hidden(self, first: int, hidden: Tensor) -> None:
-        """See PromptOutputSource."""
         self._parts.append(hidden.clone())
 
+    @override
+    def layer_hidden(self, layer: int, hidden: Tensor) -> None:
+        self._joined.append(hidden.float())
+        if len(self._joined) == len(self.layers):
+            self._parts.append(torch.cat(self._joined, dim=1))
+
     def by_segment(self, output: SchedulerOutput) -> Iterator[tuple[SegmentRequest, Tensor]]:
-        """Each segment with f32 [tokens, hidden_size]; nothing where the step showed none."""
+        """Each segment with its rows f32 [tokens, ...]; nothing where the step showed none.
+
+        Those of several layers are joined: [tokens, layers * hidden_size].
+        """
         if self._parts:
             rows = torch.cat(self._parts)
             for number, segment in enumerate(output.segments):

@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.base.errors import HMTError
+from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
 from hmt.engine.speculation.draft_model import DraftModel
 
@@ -73,18 +74,19 @@ class _Pairs:
 
 
 class NextTokenProposer(Proposer):
-    """Asks a checkpoint's own multi-token prediction layers.
+    """Asks a checkpoint's own multi-token prediction layers, or an EAGLE-3 drafter.
 
-    They compute from a token and the hidden state of the one before it, and then from their own
-    hidden states (DeepSeek-V3's technical report, section 2.2).  Tokens that the prefix cache had
-    computed are unknown to them, which makes draft tokens worse at first and changes no answer.
+    They compute from a token and hidden states of the one before it, and then from their own hidden
+    states (DeepSeek-V3's technical report, section 2.2).  Tokens that the prefix cache had computed
+    are unknown to them, which makes draft tokens worse at first and changes no answer.
     """
 
     needs_hidden = is_slow = True
 
-    def __init__(self, model: DraftModel, vocab_size: int) -> None:
-        """`vocab_size` of the model that verifies."""
-        self._model, self._vocab_size = model, vocab_size
+    def __init__(self, model: DraftModel, vocab_size: int, inputs: DraftInputs) -> None:
+        """`vocab_size` of the model that verifies, `inputs` of the one that drafts."""
+        self._model, self._vocab_size, self._inputs = model, vocab_size, inputs
+        self.layers = inputs.layers
         self._pairs: dict[int, _Pairs] = {}
 
     @override
@@ -104,8 +106,9 @@ class NextTokenProposer(Proposer):
         if pairs is None or pairs.end != len(tokens) - 1:
             return Draft()
         found = self._feed(number, pairs, tokens)
-        names = (f"mtp {depth}" for depth in count())
-        return _decoded(self._model, number, found, names, self._vocab_size, most, worth)
+        names = (f"{self._inputs.kind} {depth}" for depth in count())
+        tokens_of = self._inputs.tokens
+        return _decoded(self._model, number, found, names, self._vocab_size, most, worth, tokens_of)
 
     @override
     def ended(self, number: int) -> None:
@@ -140,6 +143,7 @@ class FirstOf(Proposer):
         self._proposers = list(proposers)  # that have not failed
         self.needs_hidden = any(one.needs_hidden for one in proposers)
         self.is_slow = any(one.is_slow for one in proposers)
+        self.layers = next((one.layers for one in proposers if one.needs_hidden), ())
 
     @override
     def propose(
@@ -183,15 +187,18 @@ def _decoded(
     vocab_size: int,
     most: int,
     worth: Worth,
+    tokens_of: Tensor | None = None,
 ) -> Draft:
     """Greedy tokens from what `feed` found on, with their own hidden states where it gives any.
 
-    names   of the classes of the tokens, which are divided by likelihood
+    names       of the classes of the tokens, which are divided by likelihood
+    tokens_of   see DraftInputs.tokens
     """
     chosen, classes = list[int](), list[str]()
     while found is not None and len(chosen) < most:
         logits, hidden = found
         token, name = likeliest(logits, next(names))
+        token = token if tokens_of is None else int(tokens_of[token])
         if token >= vocab_size or not worth(name):
             break
         chosen.append(token)

@@ -15,6 +15,7 @@ from hmt.engine.speculation.draft_model import DraftModel
 from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf, NextTokenProposer
 from hmt.engine.speculation.prompt_lookup import PromptLookup
 from hmt.engine.speculation.speculator import Speculator
+from hmt.models.drafter import Drafter
 
 
 def open_speculator(
@@ -32,8 +33,12 @@ def open_speculator(
         runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
         chunk = draft.prepared.plan.max_prefill_tokens
         model = DraftModel(runner, draft.memory.kv.allocator, chunk)
-        asks = NextTokenProposer if config.speculate == "mtp" else DraftModelProposer
-        proposer = FirstOf(proposer, asks(model, prepared.model.spec.vocab_size))
+        if isinstance(draft.prepared.model, Drafter):
+            draft.prepared.model.borrow(memory.weights)
+        own: Proposer = DraftModelProposer(model, prepared.model.spec.vocab_size)
+        if draft.inputs is not None:
+            own = NextTokenProposer(model, prepared.model.spec.vocab_size, draft.inputs)
+        proposer = FirstOf(proposer, own)
     has_state = bool(prepared.model.spec.state_bytes)
     return Speculator(proposer, scope, prepared.demand.draft_tokens if has_state else MOST_DRAFTS)
 

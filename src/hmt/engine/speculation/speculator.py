@@ -36,7 +36,7 @@ class Speculator:
         self._scope = scope
         self._most = most
         self._gate = SpeculationGate()
-        self._hidden = HiddenStates()
+        self._hidden = HiddenStates(() if proposer is None else proposer.layers)
         self._drafts: dict[int, Draft] = {}  # of the step that comes, by number of the request
         self._accepted = 0  # of the same step
         self._asked = False  # whether time went into draft tokens for it

@@ -1,0 +1,161 @@
+"""Loading's part for drafters that were trained for one model: EAGLE-3.
+
+They compute from hidden states of the model that verifies, may have an output layer of fewer
+tokens, and use the verifier's embedding where they have none.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from hmt.base.errors import CheckpointError, ConfigError, DiskReadError, os_reason
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.checkpoint import Checkpoint, Form, TensorRecord
+from hmt.contracts.model import ModelSpec
+from hmt.engine.config import EngineConfig
+from hmt.engine.loading.demand import dtype_for
+from hmt.engine.loading.prepare import DraftInputs, PreparedDraft, prepare_model
+from hmt.engine.loading.source import Source, open_source
+from hmt.models import (
+    EAGLE3_ARCHITECTURES,
+    VERIFIER_HEAD,
+    VERIFIER_TABLE,
+    open_eagle3,
+    open_model,
+)
+from hmt.models.decoder import Decoder
+from hmt.weights import named
+
+_TOKENS: Final = "d2t"  # how far each of the drafter's tokens is from the verifier's
+_INTEGERS: Final = {"I64": torch.int64, "I32": torch.int32}
+
+
+def drafter_kind(checkpoint: Checkpoint) -> str | None:
+    """What kind of drafter a checkpoint holds, as `speculators` calls it; None: an ordinary model.
+
+    Names of tensors tell as well: some EAGLE-3 checkpoints call themselves LlamaForCausalLM.
+    """
+    kind = checkpoint.config.get("speculators_model_type")
+    if isinstance(kind, str):
+        return kind
+    names = checkpoint.config.get("architectures")
+    said = isinstance(names, list) and any(name in EAGLE3_ARCHITECTURES for name in names)
+    return "eagle3" if said or "midlayer.hidden_norm.weight" in checkpoint.records else None
+
+
+def prepare_drafter(
+    kind: str,
+    path: Path,
+    source: Source,
+    config: EngineConfig,
+    host_bytes: int,
+    *,
+    share: bool,
+) -> PreparedDraft:
+    """The drafter in `source` for the model in `path`.
+
+    share   whether it may compute with the bytes of that model's embedding and output layer, where
+            it has none of its own
+
+    Raises ConfigError where it is none that HMT runs or drafts for another model, else as
+    `prepare`.
+    """
+    folder = source.path
+    if kind != "eagle3":
+        raise ConfigError(
+            f"speculate=draft={folder} is a drafter of kind {kind!r:.60}; HMT runs eagle3, and "
+            "ordinary models with the same tokenizer"
+        )
+    verifier = open_source(path)
+    verifying = open_model(verifier.config, path, dtype_for(config, verifier, on_gpu=False))
+    spec = verifying.spec
+    _check_architecture(source, verifier)
+    dtype = dtype_for(config, source, on_gpu=False)
+    borrows = _missing(source.checkpoint) if share and isinstance(verifying, Decoder) else ()
+    model = open_eagle3(source.config, folder, dtype, spec, borrows)
+    joined = replace(source, checkpoint=_with_verifier(source.checkpoint, verifier, spec))
+    prepared = prepare_model(joined, model, config, host_bytes)
+    tokens = _verifier_tokens(source.checkpoint, model.spec.vocab_size, spec.vocab_size)
+    return PreparedDraft(prepared, config, DraftInputs(kind, model.layers, tokens))
+
+
+def _check_architecture(source: Source, verifier: Source) -> None:
+    """Raise ConfigError where a drafter names another architecture than the verifier has.
+
+    GGUF files name that of a text model, whatever it was published as.
+    """
+    said = source.config.get("speculators_config")
+    asked = said.get("verifier") if isinstance(said, dict) else None
+    if not isinstance(asked, dict) or not isinstance(names := asked.get("architectures"), list):
+        return
+    own = verifier.config.get("architectures")
+    if names and verifier.checkpoint.vocabulary is None and not set(own or ()) & set(names):
+        raise ConfigError(
+            f"{source.path} drafts for {asked.get('name_or_path')!r:.100}, a model of type "
+            f"{', '.join(map(str, names)):.100}; {verifier.path} is of type "
+            f"{', '.join(own or ('unknown',))}: choose a drafter that was trained for it"
+        )
+
+
+def _missing(checkpoint: Checkpoint) -> list[BlockKind]:
+    """What of the verifier's a drafter computes with, since it has none of its own."""
+    names = {BlockKind.EMBEDDING: "embed_tokens.weight", BlockKind.HEAD: "lm_head.weight"}
+    there = {name.removeprefix("model.") for name in checkpoint.records}
+    return [kind for kind, name in names.items() if name not in there]
+
+
+def _with_verifier(checkpoint: Checkpoint, verifier: Source, spec: ModelSpec) -> Checkpoint:
+    """A drafter's checkpoint with the verifier's embedding and output layer, by names of theirs."""
+    theirs = named(spec, verifier.checkpoint).checkpoint
+    there: dict[str, Form] = {**theirs.records, **theirs.forms}
+    found: dict[str, Form] = {}
+    for block in spec.blocks:
+        name = {BlockKind.EMBEDDING: VERIFIER_TABLE, BlockKind.HEAD: VERIFIER_HEAD}.get(
+            block.id.kind
+        )
+        weight = next((param for param in block.params if param.name == "weight"), None)
+        if name is None or weight is None or block.id.index:
+            continue
+        form = next((there[source] for source in weight.sources if source in there), None)
+        if form is not None:
+            found[name] = form
+    return replace(checkpoint, forms={**found, **checkpoint.forms})
+
+
+def _verifier_tokens(checkpoint: Checkpoint, own: int, theirs: int) -> torch.Tensor | None:
+    """See DraftInputs.tokens.  Raises CheckpointError where a token would be none of `theirs`."""
+    record = checkpoint.records.get(_TOKENS)
+    if record is None:
+        if own != theirs:
+            raise CheckpointError(
+                f"{checkpoint.path} drafts {own} of {theirs} tokens and has no tensor {_TOKENS} "
+                "that says which: download it again"
+            )
+        return None
+    if record.dtype not in _INTEGERS or record.shape != (own,):
+        raise CheckpointError(
+            f"{_TOKENS} of {checkpoint.path} is {record.dtype} {list(record.shape)}; it must be "
+            f"whole numbers, one for each of the {own} tokens of the drafter"
+        )
+    tokens = torch.arange(own) + _read(record)
+    if int(tokens.min()) < 0 or int(tokens.max()) >= theirs:
+        raise CheckpointError(
+            f"{_TOKENS} of {checkpoint.path} names tokens from {int(tokens.min())} to "
+            f"{int(tokens.max())}; the model that verifies has {theirs}"
+        )
+    return tokens
+
+
+def _read(record: TensorRecord) -> torch.Tensor:
+    """A tensor of whole numbers: int64, of the record's shape.  Raises DiskReadError."""
+    try:
+        with record.file.open("rb") as file:
+            file.seek(record.offset)
+            data = bytearray(file.read(record.nbytes))
+    except OSError as error:
+        raise DiskReadError(
+            f"{record.file} cannot be read ({os_reason(error)}): check its permissions and the disk"
+        ) from error
+    return torch.frombuffer(data, dtype=_INTEGERS[record.dtype]).view(record.shape).long()

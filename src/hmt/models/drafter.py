@@ -1,0 +1,90 @@
+"""Models that draft for another: a family's layers behind an embedding of their own."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from torch import Tensor
+from typing_extensions import override
+
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec
+from hmt.contracts.model import FusedLayers, Model, ModelSpec
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.models.decoder import Decoder
+
+_HEAD = BlockId(TRUNK, BlockKind.HEAD)
+
+
+class Drafter(Model):
+    """A model that computes what `base` does; subclasses say what differs.
+
+    Their steps carry hidden states as `Step.inputs`.
+
+    borrows   Of the embedding and the output layer, which are those of the model that verifies.
+              Their bytes are there once, in whatever form that model has them.
+    """
+
+    def __init__(self, base: Decoder, spec: ModelSpec, borrows: Collection[BlockKind] = ()) -> None:
+        """`base` is changed: it has the blocks of `spec` from now on, but for what is borrowed."""
+        self._base = base
+        self._lender: Weights | None = None
+        self.dtype = base.dtype
+        self.borrows = frozenset(borrows)
+        own = (self._own(block) for block in spec.blocks)
+        blocks = tuple(block for block in own if block.params)
+        self.spec = base.spec = replace(spec, blocks=blocks)
+
+    def borrow(self, weights: Weights) -> None:
+        """Compute with these, of the model that verifies, where something is borrowed of it.
+
+        For the same thread; they must stay open for as long as this model computes.
+        """
+        self._lender = weights
+
+    def _own(self, block: BlockSpec) -> BlockSpec:
+        """What of a block is not borrowed: of the head the norm in front of it."""
+        if block.id.kind not in self.borrows:
+            return block
+        return replace(block, params=tuple(p for p in block.params if p.name != "weight"))
+
+    def _with_table(self, weights: Weights) -> Weights:
+        """The weights that have the embedding."""
+        if BlockKind.EMBEDDING not in self.borrows:
+            return weights
+        assert self._lender is not None
+        return self._lender
+
+    @override
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        return self._base.layer(index, hidden, step, weights, kv)
+
+    @override
+    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
+        return self._base.fused_layers(layers, weights, kv)
+
+    @override
+    def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return self._base.normed(hidden, weights)
+
+    @override
+    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
+        if BlockKind.HEAD not in self.borrows:
+            return self._base.head(hidden, weights)
+        assert self._lender is not None
+        with weights.lease(_HEAD) as params:
+            normed = self._base.final_norm(hidden, params)
+        return self._base.logits_of(normed, self._lender)
+
+    @override
+    def angles(self, step: Step) -> tuple[int, ...]:
+        return self._base.angles(step)
+
+    @override
+    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
+        return self._base.expected_experts(index, hidden, weights)
+
+    @override
+    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
+        return self._base.layer_blocks(index)

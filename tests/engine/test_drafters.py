@@ -1,0 +1,229 @@
+"""EAGLE-3 drafters through the engine: they draft what is defined, and change no answer."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_oracle import OpenGate
+from eagle3_reference import Drafter, random_drafter, write
+from reference import MINI_DENSE, MINI_MOE, transformers_model
+
+import hmt
+from hmt.base.errors import CheckpointError, ConfigError
+from hmt.contracts.blocks import BlockKind
+from hmt.engine import LoadedModel
+from hmt.engine.speculation.draft import Draft, Worth
+from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
+from hmt.kernels.cpu import extension
+
+OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "max_prefill_tokens": 64, "context": 1024}
+WAYS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "plain": {"executor": "plain"},
+    "disk": {"host_memory": "36MiB", "context": 512, "max_batch": 2},
+    "levels": {"kv_gpu_memory": "4608KiB", "max_prefill_tokens": 32, "prefix_cache": True},
+}
+CASES = [
+    ("original", "plain"), ("original", "levels"), ("speculators", "memory"),
+    ("agreeing", "memory"), ("agreeing", "disk"),
+]  # fmt: skip
+WIDTH, VOCAB, LAYERS = 256, 4096, (2, 4, 5)
+needs_kernels = pytest.mark.skipif(
+    extension.load() is None, reason="torch's results depend on the number of rows"
+)
+
+
+class Recorded:
+    """A Proposer that keeps what another one drafts, and for what."""
+
+    def __init__(self, own: NextTokenProposer) -> None:
+        self.own, self.drafts = own, list[tuple[list[int], tuple[int, ...]]]()
+        self.needs_hidden, self.is_slow, self.layers = True, True, own.layers
+        self.observe, self.ended = own.observe, own.ended
+
+    def propose(
+        self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
+    ) -> Draft:
+        """At most three tokens."""
+        draft = self.own.propose(number, scope, tokens, min(3, most), worth)
+        self.drafts.append((list(tokens), draft.tokens))
+        return draft
+
+
+def always_asked(model: LoadedModel) -> Recorded:
+    """Let a model verify all that its drafter drafts, and nothing else."""
+    speculator = model._core.speculator
+    first = speculator._proposer
+    assert isinstance(first, FirstOf)
+    [own] = (one for one in first._proposers if isinstance(one, NextTokenProposer))
+    recorded = Recorded(own)
+    speculator._proposer, speculator._gate = recorded, OpenGate()
+    return recorded
+
+
+def requests() -> list[hmt.Request]:
+    """Greedy and drawn, shorter and longer than a chunk; one that says the same all the time."""
+    drawn = hmt.Sampling(temperature=1.0, top_k=8, seed=4)
+    return [
+        hmt.Request([20 + (7 * n) % 300 for n in range(30)], 12, ignore_eos=True),
+        hmt.Request([16 + (5 * n) % 200 for n in range(70)], 12, sampling=drawn, ignore_eos=True),
+        hmt.Request([33] * 40, 20, ignore_eos=True),
+    ]
+
+
+def agreeing() -> Drafter:
+    """A drafter that says the last token again: right where a text repeats one token.
+
+    It takes the verifier's last hidden state as it is and adds nothing to it, so that its output
+    layer, the verifier's, gives the verifier's logits for the token that is known by now.
+    """
+    made = random_drafter(
+        width=WIDTH, vocab=VOCAB, own_table=False, original=False, states=2,
+        said={"eagle_aux_hidden_state_layer_ids": [8, 0]},
+    )  # fmt: skip
+    for name in ("layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight"):
+        made.tensors[name].zero_()
+    made.tensors["fc.weight"] = torch.cat((torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH)), dim=1)
+    made.tensors["norm.weight"] = transformers_model("mini-dense").model.norm.weight.data.clone()
+    return made
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Drafter, Path]]:
+    """By name, and where they lie."""
+    folder = tmp_path_factory.mktemp("drafters")
+    made = {
+        "original": random_drafter(width=WIDTH, vocab=VOCAB, hidden=96, draft_vocab=300, seed=1),
+        "speculators": random_drafter(
+            width=WIDTH, vocab=VOCAB, original=False, family="qwen3", draft_vocab=200,
+            own_table=False, said={"norm_before_residual": True}, seed=2,
+        ),
+        "agreeing": agreeing(),
+    }  # fmt: skip
+    architecture = "LlamaForCausalLM"
+    return {name: (one, write(one, folder / name, architecture)) for name, one in made.items()}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[hmt.Completion]]:
+    """Without drafts, by dtype."""
+    found = {}
+    for dtype in ("auto", "float32"):
+        with hmt.Engine(**OPTIONS, dtype=dtype, speculate="off") as engine:
+            model = engine.load_model(MINI_DENSE)
+            found[dtype] = [model.infer(one) for one in requests()]
+    return found
+
+
+@pytest.fixture(scope="module")
+def states() -> Iterator[Any]:
+    """Hidden states of tokens in transformers, behind `LAYERS` layers: [tokens, 3 * width]."""
+    model = transformers_model("mini-dense")
+
+    def of(tokens: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            found = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        return torch.cat([found[layer][0] for layer in LAYERS], dim=-1)
+
+    yield of
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_drafters_change_no_answer(
+    name: str,
+    way: str,
+    drafters: dict[str, tuple[Drafter, Path]],
+    answers: dict[str, list[hmt.Completion]],
+    states: Any,
+) -> None:
+    """All at once; and draft tokens are those that the definition gives for transformers' states.
+
+    Only in f32 are these near enough to the engine's.
+    """
+    made, folder = drafters[name]
+    dtype = "float32" if way == "plain" or name == "speculators" else "auto"
+    options = OPTIONS | WAYS[way] | {"dtype": dtype, "speculate": f"draft={folder}"}
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(MINI_DENSE)
+        recorded = always_asked(model)
+        streams = [model.stream(one) for one in requests()]
+        assert [stream.completion() for stream in streams] == answers[dtype]
+        account = model.summary().speculation
+    assert account.proposed > 40
+    if name == "agreeing":
+        assert account.accepted > 4 and len(account.by_depth) == 3
+    elif dtype == "float32":
+        _check_drafts(made, recorded, states)
+
+
+def _check_drafts(made: Drafter, recorded: Recorded, states: Any) -> None:
+    table = torch.arange(len(made.tensors["d2t"])) + made.tensors["d2t"]
+    model = transformers_model("mini-dense")
+    made = replace(made, theirs={"verifier.embed_tokens.weight": model.model.embed_tokens.weight})
+    for tokens, draft in recorded.drafts[::7]:
+        with torch.no_grad():
+            before, ids = made.fused(states(tokens[:-1]), 3), tokens[1:]
+            for token in draft:
+                logits, hidden = made.forward(ids, before)
+                assert token == int(table[logits[-1].argmax()])
+                before, ids = torch.cat((before, hidden[-1:])), [*ids, token]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"speculators_model_type": "xpress"}, "a drafter of kind 'xpress'; HMT runs eagle3"),
+        ({"d2t": 5000}, "names tokens from .* the model that verifies has 4096"),
+        ({"d2t": None}, "drafts 200 of 4096 tokens and has no tensor d2t"),
+        ({"fc.weight": torch.zeros(256, 512)}, r"fc.weight"),
+        ({"architecture": "Qwen3ForCausalLM"}, "drafts for 'publisher/model', a model of type Qw"),
+    ],
+)
+def test_what_does_not_suit_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+    made = random_drafter(
+        width=WIDTH, vocab=VOCAB, original=False, draft_vocab=200, own_table=False
+    )
+    for name, value in changed.items():
+        if name == "d2t" and value is not None:
+            made.tensors[name][-1] = value
+        elif name == "d2t":
+            del made.tensors[name]
+        elif isinstance(value, torch.Tensor):
+            made.tensors[name] = value
+        elif name in made.config:
+            made.config[name] = value
+    write(made, tmp_path, changed.get("architecture", "LlamaForCausalLM"))
+    with pytest.raises((ConfigError, CheckpointError), match=said):
+        hmt.Engine(**OPTIONS, speculate=f"draft={tmp_path}").load_model(MINI_DENSE)
+
+
+def test_drafters_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    write(random_drafter(width=128, vocab=VOCAB), tmp_path)
+    with pytest.raises(ConfigError, match=r"hidden_size 128, and this one.*has 256"):
+        hmt.Engine(**OPTIONS, speculate=f"draft={tmp_path}").load_model(MINI_DENSE)
+
+
+@needs_kernels
+@pytest.mark.parametrize("quantization", [None, "w4a8"])
+def test_prediction_layers_share_the_embedding_and_the_output_layer(
+    quantization: str | None,
+) -> None:
+    """In the bytes that the model has them in: the layers' own are all that is loaded for them."""
+    request = hmt.Request([20 + (7 * n) % 300 for n in range(30)], 24, ignore_eos=True)
+    options = OPTIONS | {"quantization": quantization}
+    with hmt.Engine(**options, speculate="off") as engine:
+        wanted = engine.load_model(MINI_MOE).infer(request)
+    with hmt.Engine(**options, speculate="mtp") as engine:
+        model = engine.load_model(MINI_MOE)
+        draft = model._core.memory.draft
+        assert draft is not None
+        kinds = {block.kind for block in draft.prepared.layouts}
+        [head] = (b for b in draft.prepared.layouts if b.kind is BlockKind.HEAD)
+        assert BlockKind.EMBEDDING not in kinds and draft.prepared.layouts[head].slot_bytes <= 8192
+        always_asked(model)
+        assert model.infer(request) == wanted
+        assert model.summary().speculation.accepted > 3
