@@ -287,7 +287,7 @@ def test_steps_begin_before_they_are_asked_for(tied: bool, tmp_path: Path) -> No
             for n, text in enumerate(prompts)
         ]
 
-    options = {"context": 512, "host_memory": "64MiB", "max_batch": 3}
+    options = {"context": 512, "host_memory": "64MiB", "max_batch": 3, "speculate": "off"}
     answers = {}
     for gpu in ({}, {"gpu_memory": "64MiB", **GPU}):
         with hmt.Engine(**options, **gpu) as engine:

@@ -23,8 +23,13 @@ def open_speculator(
     memory: Memory,
     scope: Callable[[SequenceState], str],
     tracer: Tracer,
+    verifies: Callable[[int], bool],
 ) -> Speculator:
-    """What drafts for a model, if anything does.  `scope`: who may learn from whose tokens."""
+    """What drafts for a model, if anything does.
+
+    scope      who may learn from whose tokens
+    verifies   whether steps of so many sequences take draft tokens
+    """
     if not _can_verify(prepared, config, memory):
         return Speculator(None, scope)
     proposer: Proposer = PromptLookup()
@@ -35,7 +40,8 @@ def open_speculator(
         asks = NextTokenProposer if config.speculate == "mtp" else DraftModelProposer
         proposer = FirstOf(proposer, asks(model, prepared.model.spec.vocab_size))
     has_state = bool(prepared.model.spec.state_bytes)
-    return Speculator(proposer, scope, config.draft_tokens if has_state else MOST_DRAFTS)
+    most = config.draft_tokens if has_state else MOST_DRAFTS
+    return Speculator(proposer, scope, most, verifies)
 
 
 def _can_verify(prepared: Prepared, config: EngineConfig, memory: Memory) -> bool:
@@ -47,6 +53,7 @@ def _can_verify(prepared: Prepared, config: EngineConfig, memory: Memory) -> boo
         return False
     if memory.trace is not None:  # of the experts that answers need, and not draft tokens
         return False
-    # Steps of several tokens are not captured, and take a GPU longer than the tokens one by one;
-    # what a token selects of its pages depends on when it is decoded.
-    return memory.on_device is None and config.kv_policy == "exact"
+    if memory.on_device is not None and (spec.state_bytes or spec.token_window):
+        return False  # steps with draft tokens are not captured there
+    # What a token selects of its pages depends on when it is decoded.
+    return config.kv_policy == "exact"
