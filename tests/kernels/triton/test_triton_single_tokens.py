@@ -46,7 +46,7 @@ WIDTH, INNER, TOKENS = (256, 256, 3) if interpreted() else (4096, 8192, 16)
 
 def tensor(*sizes: int, device: torch.device, seed: int = 1) -> torch.Tensor:
     random = torch.Generator().manual_seed(seed)
-    return torch.randn(*sizes, generator=random).to(device, DTYPE)
+    return (torch.randn(*sizes, generator=random) * 0.02).to(device, DTYPE)
 
 
 def weights(
