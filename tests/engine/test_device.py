@@ -287,7 +287,7 @@ def test_steps_begin_before_they_are_asked_for(tied: bool, tmp_path: Path) -> No
             for n, text in enumerate(prompts)
         ]
 
-    options = {"context": 512, "host_memory": "64MiB", "max_batch": 3}
+    options = {"context": 512, "host_memory": "64MiB", "max_batch": 3, "speculate": "off"}
     answers = {}
     for gpu in ({}, {"gpu_memory": "64MiB", **GPU}):
         with hmt.Engine(**options, **gpu) as engine:
@@ -353,7 +353,8 @@ def test_steps_are_captured_in_pieces_where_some_networks_are_elsewhere() -> Non
     request = hmt.Request(input="Once upon", max_new_tokens=40, ignore_eos=True)
     with hmt.Engine(context=256, host_memory="64MiB") as engine:
         wanted = engine.load_model(MODELS["dense"]).infer(request).token_ids
-    with hmt.Engine(context=256, host_memory="64MiB", gpu_memory="12MiB", **GPU) as engine:
+    options = {"context": 256, "host_memory": "64MiB", "gpu_memory": "12MiB", "speculate": "off"}
+    with hmt.Engine(**options, **GPU) as engine:
         model = engine.load_model(MODELS["dense"])
         captured = model._core.runner.executor.graphs
         assert isinstance(captured, GraphRunner) and captured.host_ffn

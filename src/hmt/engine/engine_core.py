@@ -53,7 +53,10 @@ class EngineCore:
         def scope(sequence: SequenceState) -> str:
             return scope_of(sequence, border, shared=config.prefix_shared)
 
-        self.speculator = open_speculator(prepared, config, memory, scope, tracer)
+        self.runner = ModelRunner(prepared, config, memory, tracer)
+        self.speculator = open_speculator(
+            prepared, config, memory, scope, tracer, self.runner.verifies
+        )
         self.scheduler = Scheduler(
             memory.kv.allocator,
             max_prefill_tokens=prepared.plan.max_prefill_tokens,
@@ -66,7 +69,6 @@ class EngineCore:
             token_window=self._spec.token_window,
             draft=self.speculator.draft,
         )
-        self.runner = ModelRunner(prepared, config, memory, tracer)
         self._processors: dict[int, OutputProcessor] = {}  # by number, until they have ended
         # f32 [vocab] and what is known of it; as long as a sequence may begin with it.
         self._prompt_ends: WeakKeyDictionary[PromptEnd, tuple[torch.Tensor, LogitStats | None]]
@@ -215,7 +217,8 @@ class EngineCore:
         self.steps += 1
         now = time.perf_counter()
         cost = self.runner.meter.lap(now - begin)
-        wrong = self.speculator.step_took(output, cost.seconds)
+        captured = self.runner.has_captured
+        wrong = self.speculator.step_took(output, cost.seconds, captured=captured)
         tokens = self.accounts.add(output, cost, wrong)
         self._tracer.record("step", "host", 0, begin, now, tokens)
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 import torch
 
 from hmt.base.trace import Tracer
-from hmt.contracts.model import Model
+from hmt.contracts.blocks import BlockKind
+from hmt.contracts.encoding import Packing
+from hmt.contracts.model import MOST_DRAFTS, KVKind, Model
 from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
@@ -85,6 +87,15 @@ class ModelRunner:
         """End reads and leases that an error has left open."""
         self._weights.abandon()
 
+    def verifies(self, sequences: int) -> bool:
+        """See Executor."""
+        return self.executor.verifies(sequences)
+
+    @property
+    def has_captured(self) -> bool:
+        """See Executor."""
+        return self.executor.has_captured
+
     def replayed_s(self, times: int) -> float:
         """See GraphRunner; 0 where nothing is captured."""
         seconds = self.executor.replayed_s(times)
@@ -112,7 +123,32 @@ def _open_executor(
     )  # fmt: skip
     graphs = None
     if on_device is not None:
-        graphs = open_graphs(model, weights, plan, on_device, kv, config.max_batch)
+        tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
+        graphs = open_graphs(
+            model, weights, plan, on_device, kv, tokens, exact_batches=_exact_batches(prepared)
+        )
     inputs = None if memory.draft is None else memory.draft.inputs
     layers = () if inputs is None else inputs.layers
     return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows, layers)
+
+
+def _exact_batches(prepared: Prepared) -> bool:
+    """Whether GPU kernels give a token's products the same bits in steps of 1 to 16 tokens.
+
+    Those of ggml's blocks with activations rounded to int8 do.  Those of experts and of latents do
+    not.
+    """
+    spec = prepared.model.spec
+    latent = any(layer is not None and layer.kind is KVKind.LATENT for layer in spec.kv)
+    if spec.experts_per_token or latent:
+        return False
+    formats = (
+        placed.format
+        for block, layout in prepared.layouts.items()
+        if block.kind is not BlockKind.EMBEDDING
+        for placed in (*layout.placed, *(staged.placed for staged in layout.staged))
+        if len(placed.param.spec.shape) == 2
+    )
+    return all(
+        one.encoding.packing is Packing.BLOCKS and one.activations.are_integers for one in formats
+    )

@@ -1,6 +1,7 @@
 """What captured steps need of a device besides operations: to be told tokens and runs in place."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -23,13 +24,30 @@ def has_kernels(where: torch.device) -> bool:
     return backend_on(where).captures
 
 
-def fixed_runs(where: torch.device, tokens: int, context: int) -> AttentionMetadata | None:
+def fixed_runs(
+    where: torch.device, tokens: int, context: int, sequences: int = 0
+) -> AttentionMetadata | None:
     """Runs of one token each, `tokens` of them up to `context`, in tensors that stay on a device.
+
+    sequences   that they are of, where several may be neighbouring tokens of one; else 0
 
     None where kernels read runs from Python's own objects.  See `fill_runs`.
     """
-    runs: AttentionMetadata | None = backend_on(where).fixed_runs(where, tokens, 1, context)
+    runs: AttentionMetadata | None = backend_on(where).fixed_runs(
+        where, tokens, 1, context, sequences
+    )
     return runs
+
+
+def keeps_runs(where: torch.device) -> bool:
+    """Whether kernels read runs from tensors that `fixed_runs` makes."""
+    return backend_on(where).has("fixed_runs")
+
+
+def single_tokens(where: torch.device) -> AbstractContextManager[None]:
+    """In the body, each token of a step is computed there as if it were alone, to the bit."""
+    found: AbstractContextManager[None] = backend_on(where).single_tokens()
+    return found
 
 
 def fill_runs(runs: AttentionMetadata, given: Sequence[PagedSegment]) -> None:

@@ -45,6 +45,7 @@ from hmt.kernels.reference.kv_pages import (
     PageEncoding,
     PageLayout,
     Pages,
+    by_token,
     read_pages,
     read_rows,
     read_value_rows,

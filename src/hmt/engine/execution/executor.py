@@ -105,9 +105,11 @@ class Executor(ABC):
     surveys      what is known of each row that the last step returned; empty where none was
                  computed
     expert_uses  steps that used each expert, by layer, besides those that leased it
+    has_captured  whether the last step was captured on a device, and took longer for it
     """
 
     surveys: Sequence[LogitStats] = ()
+    has_captured: bool = False
 
     def __init__(
         self,
@@ -139,6 +141,10 @@ class Executor(ABC):
     def replayed_s(self, times: int) -> float:
         """See GraphRunner; 0 where nothing is captured."""
         return 0.0
+
+    def verifies(self, sequences: int) -> bool:
+        """Whether steps of so many sequences take draft tokens, and change no answer by them."""
+        return self._places.alike
 
     @torch.inference_mode()
     def run(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor:
@@ -239,6 +245,12 @@ class OverlappedExecutor(Executor):
             return self.graphs.replayed_s(times)
 
     @override
+    def verifies(self, sequences: int) -> bool:
+        if self.graphs is None:
+            return super().verifies(sequences)
+        return self.graphs.verifies(sequences)
+
+    @override
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
         ahead, places, layers = self._ahead, self._places, self._model.spec.layers
         ahead.step_begins(len(step.token_ids))
@@ -247,6 +259,7 @@ class OverlappedExecutor(Executor):
         self.surveys = ()
         if self.graphs is not None:
             logits = self.graphs(step)
+            self.has_captured = self.graphs.has_captured
             if logits is not None:
                 self.surveys = self.graphs.surveys
                 self._stages.ended(None)

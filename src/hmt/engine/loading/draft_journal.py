@@ -57,5 +57,8 @@ def may_verify(spec: ModelSpec, config: EngineConfig) -> bool:
     # pages depends on when it is decoded.
     if config.expert_trace is not None or config.kv_policy != "exact":
         return False
-    # Steps of several tokens are not captured, and take a GPU longer than the tokens one by one.
-    return not config.gpu_memory_bytes and (config.gpu_id is None or config.gpu_memory_bytes == 0)
+    # Recurrent state that goes back is not captured, and slow on a GPU; nor is what reads n-grams.
+    on_gpu = config.gpu_memory_bytes or (
+        config.gpu_id is not None and config.gpu_memory_bytes is None
+    )
+    return not (on_gpu and (spec.state_bytes or spec.token_window))

@@ -24,8 +24,13 @@ def open_speculator(
     memory: Memory,
     scope: Callable[[SequenceState], str],
     tracer: Tracer,
+    verifies: Callable[[int], bool],
 ) -> Speculator:
-    """What drafts for a model, if anything does.  `scope`: who may learn from whose tokens."""
+    """What drafts for a model, if anything does.
+
+    scope      who may learn from whose tokens
+    verifies   whether steps of so many sequences take draft tokens
+    """
     if not _can_verify(prepared, config):
         return Speculator(None, scope)
     proposer: Proposer = PromptLookup()
@@ -40,7 +45,8 @@ def open_speculator(
             own = NextTokenProposer(model, prepared.model.spec.vocab_size, draft.inputs)
         proposer = FirstOf(proposer, own)
     has_state = bool(prepared.model.spec.state_bytes)
-    return Speculator(proposer, scope, prepared.demand.draft_tokens if has_state else MOST_DRAFTS)
+    most = prepared.demand.draft_tokens if has_state else MOST_DRAFTS
+    return Speculator(proposer, scope, most, verifies)
 
 
 def _can_verify(prepared: Prepared, config: EngineConfig) -> bool:

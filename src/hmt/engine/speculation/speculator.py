@@ -26,15 +26,18 @@ class Speculator:
         proposer: Proposer | None,
         scope: Callable[[SequenceState], str] = lambda _: "",
         most: int = MOST_DRAFTS,
+        verifies: Callable[[int], bool] = lambda _: True,
     ) -> None:
         """Without a proposer there are no draft tokens.
 
+        verifies   whether steps of so many sequences take draft tokens
         scope   who may learn from whose tokens
         most    draft tokens for a sequence
         """
         self._proposer = proposer
         self._scope = scope
         self._most = most
+        self._verifies = verifies
         self._gate = SpeculationGate()
         self._hidden = HiddenStates(() if proposer is None else proposer.layers)
         self._drafts: dict[int, Draft] = {}  # of the step that comes, by number of the request
@@ -48,6 +51,8 @@ class Speculator:
         others = sum(len(draft.tokens) for draft in self._drafts.values())
         most = min(most, self._most, MOST_DRAFTS - sequences - others)
         if self._proposer is None or most < 1 or not self._gate.is_open:
+            return ()
+        if not self._verifies(sequences):
             return ()
         scope, worth = self._scope(sequence), self._gate.worth(sequences, others)
         try:
@@ -91,12 +96,18 @@ class Speculator:
         self._gate.verified(draft, accepted)
         self.account.add(len(draft.tokens), accepted)
 
-    def step_took(self, output: SchedulerOutput, seconds: float) -> int:
-        """The step has ended; how many of its draft tokens were wrong."""
+    def step_took(self, output: SchedulerOutput, seconds: float, *, captured: bool = False) -> int:
+        """The step has ended; how many of its draft tokens were wrong.
+
+        captured   whether time went into capturing it
+        """
         drafted, accepted = output.num_drafts, self._accepted
         self._drafts, self._accepted = {}, 0
         if self._proposer is None or output.prompt_tokens:  # the time of these tells nothing
             return 0
+        if captured:
+            self._asked = False
+            return drafted - accepted
         emitted = len(output.segments) + accepted
         if drafted:
             alone = self._gate.times.of(len(output.segments)) / len(output.segments)

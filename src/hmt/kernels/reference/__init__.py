@@ -44,6 +44,7 @@ from hmt.kernels.reference.graph_steps import (
     copy_pairs,
     fixed_runs,
     logit_stats_of,
+    single_tokens,
 )
 from hmt.kernels.reference.index_selection import (
     index_scores,

@@ -4,6 +4,7 @@ Kernels of a device do it without waiting for the host.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -13,13 +14,23 @@ from hmt.kernels.reference.kv_pages import AttentionMetadata, PageLayout
 
 
 def fixed_runs(
-    where: torch.device, count: int, tokens: int, context: int
+    where: torch.device, count: int, tokens: int, context: int, sequences: int = 0
 ) -> AttentionMetadata | None:
     """Up to `count` runs of up to `tokens` tokens up to `context`, in tensors that stay there.
+
+    sequences   that they are of, where several may be neighbouring tokens of one; else 0
 
     None: plain torch reads runs from Python's own objects.
     """
     return None
+
+
+def single_tokens() -> AbstractContextManager[None]:
+    """In the body, each token of a step is computed as if it were alone, to the bit.
+
+    Plain torch does nothing about that.
+    """
+    return nullcontext()
 
 
 def combine_parts(

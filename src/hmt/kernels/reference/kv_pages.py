@@ -185,6 +185,15 @@ class PagedSegment(NamedTuple):
         return end if self.seen is None else min(end, self.seen)
 
 
+def by_token(runs: Sequence[PagedSegment]) -> list[PagedSegment]:
+    """The same tokens as runs of one token each, in their order.  Of runs without `seen`."""
+    return [
+        PagedSegment(run.offset + number, 1, run.start + number, run.table)
+        for run in runs
+        for number in range(run.length)
+    ]
+
+
 class AttentionMetadata:
     """The runs of a step, no two of one sequence.  Made once for all layers."""
 

@@ -7,6 +7,7 @@ it is made.  Results are rounded where those of `hmt.kernels.reference.sublayers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,6 +38,7 @@ from hmt.kernels.triton.gemm.dispatch import (
     linear_add,
     linear_gated,
     linear_many,
+    one_by_one,
 )
 from hmt.kernels.triton.gemm.gemv_blocks import takes_blocks
 from hmt.kernels.triton.gemm.gemv_w4_launch import Norm, Turn, multiply_one, takes_one_token
@@ -48,6 +50,10 @@ def feed_forward(
 ) -> None:
     """See `reference.feed_forward`: changes hidden [tokens, width]; of layers that are usual."""
     assert layer.norm is not None
+    if one_by_one(hidden, [params[name] for name in (*GATE_UP, "down_proj")]):
+        for at, row in enumerate(hidden.split(1)):
+            feed_forward(row, None if x is None else x[at : at + 1], params, layer)
+        return
     if _is_one_token(hidden, x, params, layer):
         _feed_one_token(hidden, x, params, layer)
         return
@@ -139,6 +145,9 @@ def attention_inputs(
 ) -> Tensor:
     """See `reference.attention_inputs`: [tokens, heads + 2 * kv_heads, head_dim]."""
     weights = [params[name] for name in QUERY_KEY_VALUE]
+    if one_by_one(hidden, weights):
+        rows = zip(hidden.split(1), cos.split(1), sin.split(1), strict=True)
+        return torch.cat([attention_inputs(row, params, layer, *turn) for row, *turn in rows])
     if takes_one_token(hidden, weights) and agree(*weights[:2]) and agree(*weights[1:]):
         biases = [_bias_of(params, name) for name in QUERY_KEY_VALUE]
         heads = hidden.new_empty(1, sum(w.shape[0] for w in weights))

@@ -8,7 +8,7 @@ from hmt.kernels.triton.attention.append import append_pages
 from hmt.kernels.triton.attention.combine_host_part import join as combine_parts
 from hmt.kernels.triton.attention.index_selection import index_topk, paged_index_topk
 from hmt.kernels.triton.attention.metadata import fixed_runs, update_runs
-from hmt.kernels.triton.attention.mla_layer import add_latent_attention
+from hmt.kernels.triton.attention.mla_layer import add_latent_attention, head_products
 from hmt.kernels.triton.attention.paged import (
     append_attend_pages,
     attend_part,
@@ -67,6 +67,7 @@ from hmt.kernels.triton.recurrent import (
     time_steps,
     update_state_runs,
 )
+from hmt.kernels.triton.single_tokens import single_tokens
 from hmt.kernels.triton.transfer import (
     can_copy_pages,
     copy_pairs,
@@ -111,6 +112,7 @@ __all__ = [
     "gated_pair",
     "greedy",
     "grouped_softmax_topk",
+    "head_products",
     "index_topk",
     "largest",
     "linear",
@@ -135,6 +137,7 @@ __all__ = [
     "selective_scan",
     "send_pages",
     "sigmoid_gated",
+    "single_tokens",
     "softmax_topk",
     "state_space_scan",
     "take_from_host",

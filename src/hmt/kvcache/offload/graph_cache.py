@@ -9,7 +9,7 @@ fetched.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,7 +56,7 @@ class _Runs:
 
 
 class GraphKVCache(OffloadedKVBase, KVCache):
-    """KVCache over a TieredKV for steps of one token per run, computed on a device.
+    """KVCache over a TieredKV for steps of few tokens per run, computed on a device.
 
     `begin` makes a step's pages and says where they are; `hold` names the tensors that kernels read
     runs from.  For one thread.
@@ -106,8 +106,8 @@ class GraphKVCache(OffloadedKVBase, KVCache):
     def hold(self, step: Step, runs: ops.AttentionMetadata | None) -> None:
         """Use `runs`, filled with `attention_metadata`, for the step that has begun, or its own."""
         assert self._step is not None
-        self.fetched.hold(len(self._step.token_ids), fixed=runs is not None)
         if runs is None:
+            self.fetched.hold(None)
             self._runs = self._where.device
             self._ring_runs = {
                 w: r.runs_of(self._step) for w, r in self._kv.sliding_windows.items()
@@ -115,23 +115,31 @@ class GraphKVCache(OffloadedKVBase, KVCache):
             return
         self._runs = runs
         [held] = runs.device
+        self.fetched.hold((held.count, held.sequences))
         fixed = self._fixed.setdefault(runs, _Runs())
         for window, rings in self._kv.sliding_windows.items():
-            given = rings.runs_of(self._step).runs
-            self._ring_runs[window] = self._fill(fixed, rings, window, held.count, given)
+            given: Sequence[ops.PagedSegment] = rings.runs_of(self._step).runs
+            if held.sequences:
+                given = ops.by_token(given)
+            room = held.count, held.sequences
+            self._ring_runs[window] = self._fill(fixed, rings, window, room, given)
 
     def _fill(
         self,
         fixed: _Runs,
         sliding_windows: SlidingWindowPages,
         window: int,
-        count: int,
-        given: tuple[ops.PagedSegment, ...],
+        room: tuple[int, int],
+        given: Sequence[ops.PagedSegment],
     ) -> ops.AttentionMetadata:
-        """Runs over a ring, in tensors that are made once for a capture."""
+        """Runs over a ring, in tensors that are made once for a capture.
+
+        room   runs, and the sequences that they are of where these are fewer, else 0
+        """
         if window not in fixed.sliding_windows:
             context = self._kv.allocator.capacity_tokens
-            made = graph_ops.fixed_runs(sliding_windows.store.device, count, context)
+            where, (count, sequences) = sliding_windows.store.device, room
+            made = graph_ops.fixed_runs(where, count, context, sequences)
             assert made is not None
             fixed.sliding_windows[window] = made
         graph_ops.fill_runs(fixed.sliding_windows[window], given)

@@ -42,7 +42,7 @@ class PageFetch:
         self._room = min((0 if room is None else len(room[0].memory) for room in rooms), default=0)
         self.share, self.count = _FIRST, 0
         self._runs: list[ops.PagedSegment] = []
-        self._fixed: dict[int, ops.AttentionMetadata] = {}  # by tokens of a step
+        self._fixed: dict[tuple[int, int], ops.AttentionMetadata] = {}
         self._held = ops.AttentionMetadata(())
         self._results: dict[tuple[int, ...], _Results] = {}
         self._waits = self._layers = 0
@@ -67,7 +67,10 @@ class PageFetch:
             some = min(int(self.share * len(run.table)), self._room - self.count)
             if some:
                 at = torch.arange(self.count, self.count + some)
-                self._runs.append(ops.PagedSegment(run.offset, 1, PAGE_TOKENS * some - 1, at))
+                self._runs += [
+                    ops.PagedSegment(run.offset + number, 1, PAGE_TOKENS * some - 1, at)
+                    for number in range(run.length)
+                ]
                 slots.append(run.table[:some])
                 self.count += some
             if some < len(run.table):
@@ -78,18 +81,24 @@ class PageFetch:
             self._slots[: self.count] = torch.cat(slots)
         return replace(where, host=ops.AttentionMetadata(left) if left else None)
 
-    def hold(self, tokens: int, *, fixed: bool) -> None:
-        """Let kernels read the runs of the step that has begun; `fixed`: from tensors that stay."""
+    def hold(self, room: tuple[int, int] | None) -> None:
+        """Let kernels read the runs of the step that has begun.
+
+        room   from tensors that stay, for so many tokens, and sequences that they are of where
+               these are fewer, else 0; None: from Python's own objects
+        """
         if not self._room:
             return
-        if not fixed:
+        if room is None:
             self._held, self._slots_there = ops.AttentionMetadata(self._runs), self._slots
             return
-        if tokens not in self._fixed:
-            made = graph_ops.fixed_runs(self._where, tokens, PAGE_TOKENS * self._room)
+        if room not in self._fixed:
+            tokens, sequences = room
+            context = PAGE_TOKENS * self._room
+            made = graph_ops.fixed_runs(self._where, tokens, context, sequences)
             assert made is not None
-            self._fixed[tokens] = made
-        self._held = self._fixed[tokens]
+            self._fixed[room] = made
+        self._held = self._fixed[room]
         graph_ops.fill_runs(self._held, self._runs)
         # torch keeps the buffer until the copy is over.
         slots = host_buffer(self._slots.shape, self._slots.dtype, self._slots_there.device)

@@ -11,12 +11,17 @@ step of a single graph can begin before the CPU has seen this one's logits, on t
 same runs go on with those tokens.  Where that was wrong (another token was drawn, a run has ended
 or one has come), its result is dropped: what it wrote to the KV cache lies behind the runs, where
 the next step writes, and recurrent state it has changed in copies.
+
+A step that verifies draft tokens is captured by how many tokens and sequences it has.  Whose tokens
+are draft tokens is told in the same tensors as where they lie: to kernels each token is a run of
+its own, at its own position.  Such a step begins no next one: where that goes on depends on how
+many draft tokens are right.
 """
 
 import time
 from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +29,13 @@ from hmt.base.log import warn_once
 from hmt.contracts.model import Model
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import Weights
+from hmt.engine.execution.graphs.captures import (
+    AsyncNextStep,
+    AsyncStepCounters,
+    CapturedGraph,
+    GraphKey,
+    Result,
+)
 from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentLeases
 from hmt.kernels import graph_ops, ops
 from hmt.kernels.cpu.threads import awake_workers
@@ -48,79 +60,12 @@ _MOST_SKIPPED = 64  # steps without a guess, where guesses are wrong
 _LIKELY = 0.8
 _LEARNED = 0.1  # of how often guesses come, from each step
 
-# Tokens, positions up to which runs may come, and what the model's angles depend on.
-GraphKey = tuple[int, int, tuple[int, ...]]
-
-
-@dataclass(slots=True)
-class _Result:
-    """What a replay leaves in host memory, from `arrived` on.
-
-    left         logits, f32 [tokens, vocab], and
-    logit_stats  f64 [3, tokens], what `captures.surveys` says of each token's; where the head is
-                 the CPU's: hidden states [tokens, hidden_size], and None
-    """
-
-    left: torch.Tensor
-    logit_stats: torch.Tensor | None
-    arrived: Event
-
-
-@dataclass(slots=True)
-class CapturedGraph:
-    """A capture for so many runs of one token.
-
-    context      no run may be longer
-    hidden       what the step begins with; None where the capture begins with its tokens
-    step         of the tensors that kernels read; its runs are those of the step that is computed
-                 now
-    runs         where tokens lie, in tensors that stay where they are; None where kernels read
-                 `step`
-    state_runs   the same of recurrent state
-    logit_stats  of the logits that a replay leaves; None where it leaves hidden states
-    has_host_part   whether the CPU computes between its device graphs
-    recorded     its segments, once it is captured
-    rooms        up to which position each of `runs` knows its pages
-    results      two, used alternately: of what it leaves on the device and in host memory, and of
-                 surveys
-    """
-
-    context: int
-    hidden: torch.Tensor | None
-    step: Step
-    runs: ops.AttentionMetadata | None
-    has_host_part: bool
-    state_runs: ops.StateRuns | None = None
-    recorded: CapturedStep | None = None
-    logit_stats: torch.Tensor | None = None
-    rooms: list[int] = field(default_factory=list)
-    results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = field(
-        default_factory=list
-    )
-
-
-@dataclass(slots=True)
-class _AsyncNextStep:
-    """A step that has begun already."""
-
-    captured: CapturedGraph
-    runs: tuple[Segment, ...]
-    tokens: list[int]
-    result: _Result
-
-
-@dataclass(slots=True)
-class AsyncStepCounters:
-    """Steps that were begun early, and those of them that came."""
-
-    begun: int = 0
-    right: int = 0
-
 
 class GraphRunner:
-    """Computes logits of steps of one token per run.  For one thread.
+    """Computes logits of steps of one token per run, and draft tokens behind it.  For one thread.
 
     surveys   what is known of each row of the last logits
+    has_captured   whether the last step was captured, and took longer for it
     failure   why no step is captured any more; "" while they are
     graphs    captures, by whether some of a step's pages are in host memory or on disk
     """
@@ -135,6 +80,7 @@ class GraphRunner:
         *,
         head: bool = True,
         host_ffn: bool = False,
+        exact_batches: bool = False,
     ) -> None:
         """All else that layers compute with is on `device`.
 
@@ -142,6 +88,7 @@ class GraphRunner:
         channel   where the device asks the CPU for experts that it does not have
         head      whether it is on the device, too, and not the CPU's
         host_ffn  whether some blocks are copied in every step, and feed-forward networks the CPU's
+        exact_batches   whether kernels give a token the same bits however many are in a step
         """
         self._model = model
         self._weights = weights
@@ -161,11 +108,15 @@ class GraphRunner:
         self.graphs = {offloaded: OrderedDict() for offloaded in (False, True)}
         self._offloaded = False  # of the step that is computed now
         self.failure = ""
-        self._async_step: _AsyncNextStep | None = None
+        self._async_step: AsyncNextStep | None = None
         self.surveys: tuple[LogitStats, ...] = ()
         self._skip = self._skipped = 0
         self._likeliest: tuple[tuple[Segment, ...], list[int]] = (), []  # of the next step
         self._likely = 1.0  # how often it came lately
+        self._verifies = False  # whether any step had draft tokens
+        self._keeps_runs = graph_ops.keeps_runs(device.where)
+        self.has_captured = False
+        self._exact_batches = exact_batches
         self.served = HostExpertTimes(0, 0.0, 0.0)
         self.async_steps = AsyncStepCounters()
 
@@ -175,9 +126,8 @@ class GraphRunner:
         The tensors of `step` are in host memory.
         """
         guess, self._async_step = self._async_step, None
-        runs, tokens = self._likeliest
-        if runs == step.segments:
-            self._likely += _LEARNED * ((tokens == step.token_ids.tolist()) - self._likely)
+        self.has_captured = False
+        self._learn(step)
         if guess is not None and self._is_confirmed(guess, step):
             captured, result = guess.captured, guess.result
         else:
@@ -197,9 +147,10 @@ class GraphRunner:
             logits = self._model.head(logits, self._weights)
             surveys = graph_ops.logit_stats_of(logits)
         self.surveys = graph_ops.logit_stats_list(surveys)
-        self._likeliest = _next(step.segments), [one.best for one in self.surveys]
+        if not captured.sequences:
+            self._likeliest = _next(step.segments), [one.best for one in self.surveys]
         if begun is not None:
-            self._async_step = _AsyncNextStep(captured, *self._likeliest, begun)
+            self._async_step = AsyncNextStep(captured, *self._likeliest, begun)
         if self._tiers is not None:
             self._tiers.ended()
         return logits
@@ -215,10 +166,13 @@ class GraphRunner:
         graphs, tokens = self.graphs[self._offloaded], len(step.token_ids)
         longest = max(run.context for run in step.segments)
         context = max(_SHORTEST, 1 << (longest - 1).bit_length())
-        key = tokens, context, self._model.angles(step)
+        sequences = len(step.segments)
+        angles = self._model.angles(replace(step, segments=self._segments(step)))
+        key = tokens, sequences, context, angles
         captured = graphs.get(key)
         if captured is None:
-            captured = graphs[key] = self._open(tokens, context)
+            verified = sequences if tokens > sequences else 0
+            captured = graphs[key] = self._open(tokens, context, verified)
             if len(graphs) > _MAX_GRAPHS:
                 graphs.popitem(last=False)
         graphs.move_to_end(key)
@@ -232,7 +186,7 @@ class GraphRunner:
     def _takes(self, step: Step) -> bool:
         """Whether it computes such steps."""
         tokens = len(step.token_ids)
-        decodes = all(run.length == 1 for run in step.segments)
+        decodes = all(run.length == 1 + run.drafts for run in step.segments)
         if not self.works or not decodes or len(step.logit_rows) != tokens:
             return False
         if step.has_prompt_outputs:
@@ -246,6 +200,15 @@ class GraphRunner:
         """Whether steps are captured."""
         return not self.failure
 
+    def verifies(self, sequences: int) -> bool:
+        """Whether steps of so many sequences take draft tokens, and change no answer by them.
+
+        Tokens of one sequence can be computed each as if it were alone.  A batch's are computed by
+        other kernels the more they are, unless `exact_batches`.
+        """
+        several = self._exact_batches or not self._keeps_runs
+        return self.works and (sequences == 1 or several)
+
     def replayed_s(self, times: int) -> float:
         """Seconds of the device for the step it computed last, as one of many in a row.
 
@@ -256,6 +219,8 @@ class GraphRunner:
         captured = next(reversed(self.graphs[self._offloaded].values()), None)
         if captured is None or captured.recorded is None or self._channel is not None:
             return 0.0
+        if captured.sequences:
+            return 0.0  # others come next
         if captured.runs is None and self._async_step is None:
             self._advance(captured)
         self._async_step = None  # the next step sends its own tensors
@@ -269,7 +234,17 @@ class GraphRunner:
 
     # Guesses
 
-    def _is_confirmed(self, async_step: _AsyncNextStep, step: Step) -> bool:
+    def _learn(self, step: Step) -> None:
+        """How often the next step is the likeliest one, and has no draft tokens."""
+        runs, tokens = self._likeliest
+        self._likeliest = (), []
+        if len(step.token_ids) > len(step.segments):
+            self._verifies = True
+            self._likely -= _LEARNED * self._likely
+        elif runs == step.segments:
+            self._likely += _LEARNED * ((tokens == step.token_ids.tolist()) - self._likely)
+
+    def _is_confirmed(self, async_step: AsyncNextStep, step: Step) -> bool:
         right = (
             step.segments == async_step.runs
             and len(step.logit_rows) == len(async_step.tokens)
@@ -285,16 +260,22 @@ class GraphRunner:
         if self._skip:
             self._skip -= 1
             return False
-        if self._channel is not None and self._likely < _LIKELY:
+        # A step that was begun before draft tokens came makes these wait for all of it, and what it
+        # saves where none come is Python's part of a step.
+        if (self._channel is not None or self._verifies) and self._likely < _LIKELY:
             return False
-        if not self._runs_ahead or not all(
-            run.context < min(_room(run), room, captured.context)
-            for run, room in zip(step.segments, captured.rooms, strict=True)
+        if (
+            captured.sequences
+            or not self._runs_ahead
+            or not all(
+                run.context < min(_room(run), room, captured.context)
+                for run, room in zip(step.segments, captured.rooms, strict=True)
+            )
         ):
             return False
         return self._states is None or self._states.can_run_ahead(step.segments)
 
-    def _begin_next(self, captured: CapturedGraph) -> _Result:
+    def _begin_next(self, captured: CapturedGraph) -> Result:
         self.async_steps.begun += 1
         if captured.runs is None:
             self._advance(captured)
@@ -310,7 +291,7 @@ class GraphRunner:
 
     # Captures
 
-    def _start(self, captured: CapturedGraph) -> _Result:
+    def _start(self, captured: CapturedGraph) -> Result:
         """Put the step on the device's queue."""
         if self._channel is not None:
             self._channel.begin(len(captured.step.token_ids))
@@ -334,7 +315,7 @@ class GraphRunner:
             arrived = self._device.record_event()
         if self._channel is not None:
             self._channel.serve(len(left))
-        return _Result(host, surveys, arrived)
+        return Result(host, surveys, arrived)
 
     def _end_answers(self) -> None:
         """Wait until the CPU has answered the first step whose answers were not waited for."""
@@ -343,7 +324,17 @@ class GraphRunner:
             self.served = self.served + served
             self._weights.count(served.experts * self._weights.moe_backends.nbytes)
 
-    def _open(self, tokens: int, context: int) -> CapturedGraph:
+    def _segments(self, step: Step) -> tuple[Segment, ...]:
+        """The runs of a step as layers see them: of one token each, where kernels read tensors."""
+        if not self._keeps_runs or len(step.token_ids) == len(step.segments):
+            return step.segments
+        return tuple(
+            replace(run, start=run.start + at, offset=run.offset + at, length=1, drafts=0)
+            for run in step.segments
+            for at in range(run.length)
+        )
+
+    def _open(self, tokens: int, context: int, sequences: int) -> CapturedGraph:
         where, spec = self._device.where, self._model.spec
         hidden = None
         with torch.inference_mode(False):
@@ -353,11 +344,11 @@ class GraphRunner:
             ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
         step = Step(ids, positions, (), torch.arange(tokens, device=where))
         most = context if self._tiers is None else min(context, self._tiers.device_tokens)
-        runs, state_runs = graph_ops.fixed_runs(where, tokens, most), None
+        runs, state_runs = graph_ops.fixed_runs(where, tokens, most, sequences), None
         if self._states is not None:
             state_runs = graph_ops.fixed_state_runs(where, tokens)
         in_parts = self.host_ffn or self._offloaded
-        return CapturedGraph(context, hidden, step, runs, in_parts, state_runs)
+        return CapturedGraph(context, hidden, step, runs, in_parts, sequences, state_runs)
 
     def _send(self, captured: CapturedGraph, step: Step) -> None:
         if captured.hidden is not None:
@@ -365,10 +356,11 @@ class GraphRunner:
         own = captured.step
         own.token_ids.copy_(step.token_ids, non_blocking=True)
         own.positions.copy_(step.positions, non_blocking=True)
-        captured.step = Step(own.token_ids, own.positions, step.segments, own.logit_rows)
+        captured.step = Step(own.token_ids, own.positions, self._segments(step), own.logit_rows)
         captured.rooms = [_room(run) for run in step.segments]
         if captured.runs is not None:
-            graph_ops.fill_runs(captured.runs, self._kv.attention_metadata(step))
+            given = self._kv.attention_metadata(step)
+            graph_ops.fill_runs(captured.runs, ops.by_token(given) if captured.sequences else given)
             self._kv.hold(captured.step, captured.runs)
         elif self._tiers is not None:
             self._tiers.hold(captured.step, None)
@@ -408,7 +400,13 @@ class GraphRunner:
 
         Hidden states where the head is the CPU's.  `recorder` is told what the CPU has a part in.
         """
-        with self._attention_recorded(recorder):
+        # A lone sequence has the tokens that it has without draft tokens.  Where several are in a
+        # step, `verifies` has asked whether kernels give them anyway.
+        alone = captured.sequences == 1
+        with (
+            self._attention_recorded(recorder),
+            graph_ops.single_tokens(self._device.where) if alone else nullcontext(),
+        ):
             return self._compute_layers(captured, weights)
 
     def _attention_recorded(self, recorder: SegmentRecorder | None) -> AbstractContextManager[None]:
@@ -433,6 +431,7 @@ class GraphRunner:
         return logits
 
     def _capture(self, captured: CapturedGraph, step: Step) -> bool:
+        self.has_captured = True
         if self._channel is not None:
             self._channel.is_open = True  # no kernel waits yet: all has been answered
         try:

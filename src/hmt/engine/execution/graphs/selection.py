@@ -1,5 +1,7 @@
 """Which steps of a plan a device captures, and how."""
 
+from functools import partial
+
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
@@ -14,14 +16,25 @@ _MAX_PROMPT_LOGIT_ROWS = 32
 
 
 def open_graphs(
-    model: Model, weights: Weights, plan: Plan, on_device: OnDevice, kv: AnyKV, batch: int
+    model: Model,
+    weights: Weights,
+    plan: Plan,
+    on_device: OnDevice,
+    kv: AnyKV,
+    rows: int,
+    *,
+    exact_batches: bool = False,
 ) -> GraphRunner | str:
     """Captured steps, where all but embedding, head and experts is on the device.
 
     Experts may be elsewhere if the device can ask for them.  So may feed-forward networks of a
     model without experts, and KV pages of one whose experts are on the device.  Recurrent state is
     where its layers are.  Otherwise what prevents capturing, for people.
+
+    rows            tokens of a step, at most
+    exact_batches   see GraphRunner
     """
+    captured = partial(GraphRunner, exact_batches=exact_batches)
     own, device = on_device.weights, on_device.device
     if model.spec.uncaptured:
         return model.spec.uncaptured
@@ -39,28 +52,28 @@ def open_graphs(
         if not (homes == {Tier.DEVICE} or host_ffn):
             return "experts are not on the GPU, and neither are all KV pages"
         there = homes == {Tier.DEVICE}
-        return GraphRunner(model, own, GraphKVCache(kv, device), device, host_ffn=not there)
+        return captured(model, own, GraphKVCache(kv, device), device, host_ffn=not there)
     if not isinstance(kv, PagedKV):
         return "the CPU computes some layers"
     if homes != {Tier.DEVICE}:
-        return GraphRunner(model, own, kv, device, host_ffn=True)
+        return captured(model, own, kv, device, host_ffn=True)
     experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
     away = {b.layer for b in experts if plan.homes[b] is not Tier.DEVICE}
     if experts and weights is not own:
         return "what routers choose is recorded"
     if not away:
-        return GraphRunner(model, own, kv, device, head=head)
+        return captured(model, own, kv, device, head=head)
     if any(weights.moe_backend(layer) is None for layer in away):
         return "the CPU is not asked for experts of some layers"
     channel = own.open_channel(
-        tokens=min(batch, _MAX_PROMPT_LOGIT_ROWS),
+        tokens=min(rows, _MAX_PROMPT_LOGIT_ROWS),
         hidden=_expert_width(model),
         top_k=model.spec.experts_per_token,
         dtype=model.dtype,
     )
     if channel is None:
         return "the GPU cannot ask the CPU for experts"
-    return GraphRunner(model, own, kv, device, channel, head=head)
+    return captured(model, own, kv, device, channel, head=head)
 
 
 def _expert_width(model: Model) -> int:

@@ -34,6 +34,8 @@ class DeviceRuns:
     context   no run ends at a later position
     known     the table that each row was filled from, so that it is not sent again
     begun     the runs, where all of them are long and begin their sequences; else none
+    sequences   that the runs are of, where several may be neighbouring tokens of one; else 0.  All
+              are appended before any attends, and contexts are cut as for so many runs
     """
 
     spans: Tensor
@@ -43,6 +45,7 @@ class DeviceRuns:
     known: list[tuple[Tensor, int] | None] = field(repr=False)
     fewest: int = 1
     begun: tuple[PagedSegment, ...] = ()
+    sequences: int = 0
 
     @property
     def count(self) -> int:
@@ -50,7 +53,9 @@ class DeviceRuns:
         return self.spans.shape[1]
 
     @staticmethod
-    def empty(device: torch.device, count: int, tokens: int, context: int) -> "DeviceRuns":
+    def empty(
+        device: torch.device, count: int, tokens: int, context: int, sequences: int = 0
+    ) -> "DeviceRuns":
         """Room for `count` runs of up to `tokens` tokens, ending at up to `context`."""
         pages = -(-context // PAGE_TOKENS)
         width = -(-pages // TABLE_MULTIPLE) * TABLE_MULTIPLE
@@ -60,6 +65,7 @@ class DeviceRuns:
             tokens=tokens,
             context=context,
             known=[None] * count,
+            sequences=sequences,
         )
 
     def fill(self, runs: Sequence[PagedSegment]) -> None:
@@ -111,14 +117,17 @@ def device_runs(runs: AttentionMetadata, device: torch.device) -> tuple[DeviceRu
     return held
 
 
-def fixed_runs(device: torch.device, count: int, tokens: int, context: int) -> AttentionMetadata:
+def fixed_runs(
+    device: torch.device, count: int, tokens: int, context: int, sequences: int = 0
+) -> AttentionMetadata:
     """Runs for a graph: up to `count` of up to `tokens` tokens, ending at up to `context`.
 
     Their tensors stay where they are; `update_runs` says what they hold, at first nothing.
     Kernels take `context` as a bucket: it fixes the grid, not the work.
+    sequences   see DeviceRuns
     """
     runs = AttentionMetadata(())
-    runs.device = (DeviceRuns.empty(device, count, tokens, context),)
+    runs.device = (DeviceRuns.empty(device, count, tokens, context, sequences),)
     return runs
 
 

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from hmt.contracts.encoding import WeightTensor
+from hmt.kernels import reference
 from hmt.kernels.reference.kv_pages import AttentionMetadata, Pages
 from hmt.kernels.reference.sublayers import LatentLayer, NormOptions
 from hmt.kernels.triton.attention.metadata import device_runs
 from hmt.kernels.triton.attention.mla_fused import absorb, takes_expansion, values_of
 from hmt.kernels.triton.attention.paged import attend_held, can_attend
 from hmt.kernels.triton.elementwise.norms import rms_norm
-from hmt.kernels.triton.gemm.dispatch import agree, linear_add, linear_many
+from hmt.kernels.triton.gemm.dispatch import agree, linear_add, linear_many, one_by_one
 from hmt.kernels.triton.gemm.gemv_w4_launch import Norm, multiply_one, takes_one_token
+from hmt.kernels.triton.single_tokens import are_single
 
 
 def add_latent_attention(
@@ -60,6 +63,8 @@ def _of_norm(
 ) -> Tensor:
     """The norm of x [tokens, in] times weights, side by side: [tokens, rows of all]."""
     weights = [params[name] for name in names]
+    if one_by_one(x, weights):
+        return torch.cat([_of_norm(row, params, names, norm, options) for row in x.split(1)])
     by = params[norm].data
     if takes_one_token(x, weights) and all(agree(weights[0], other) for other in weights[1:]):
         biases = [params.get(f"{name}_bias") for name in names]
@@ -68,3 +73,10 @@ def _of_norm(
         multiply_one(out, x, weights, given, norm=Norm(by, options))
         return out
     return linear_many(rms_norm(x, by, options.eps, offset=options.offset), params, names)
+
+
+def head_products(x: Tensor, matrices: Tensor) -> Tensor:
+    """See `reference.head_products`: a library's product, which adds in other orders by tokens."""
+    if are_single() and len(x) > 1:
+        return torch.cat([reference.head_products(row, matrices) for row in x.split(1)])
+    return reference.head_products(x, matrices)

@@ -181,7 +181,9 @@ def append_attend_pages(
     scoring = Scoring(positive, window, softcap, sinks)
     out = query.new_empty(len(query), query.shape[1], pages.layout.value_dim)
     for held in device_runs(runs, heads.device):
-        fresh = (key, value) if held.tokens <= SHORT_TOKENS and _is_aligned(pages, key) else None
+        # Programs of neighbouring tokens see each other's rows: these are written before.
+        writes = held.tokens <= SHORT_TOKENS and not held.sequences
+        fresh = (key, value) if writes and _is_aligned(pages, key) else None
         if fresh is None:
             append_held(pages, layer, held, key, value)
         if not held.begun or not plain:

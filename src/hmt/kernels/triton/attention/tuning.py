@@ -89,14 +89,14 @@ def plan_of(
     rows = min(max(16, triton.next_power_of_2(tokens * group)), 64)
     tile, warps, stages = _sizes(max(layout.key_dim, layout.value_dim), rows, compute)
     blocks = -(-tokens * group // rows) * layout.heads
-    slots = _SLOTS
+    slots, count = _SLOTS, held.sequences or held.count
     if layout.encoding is PageEncoding.FP8 and max(layout.key_dim, layout.value_dim) <= _FP8_DIM:
         slots = _FP8_SLOTS
     parts = min(max(slots // blocks, _FEW), MOST_PARTS)
-    few = max(1, min(slots // (blocks * held.count), _FEW))
+    few = max(1, min(slots // (blocks * count), _FEW))
     most = _MOST * min(max(1, _FEW // few), 4)
     if layout.latent:
-        parts = few = max(1, min(_LATENT_PROGRAMS // (blocks * held.count), MOST_PARTS))
+        parts = few = max(1, min(_LATENT_PROGRAMS // (blocks * count), MOST_PARTS))
         most = _ANY
     least = _LATENT_LEAST if layout.latent else max(tile, 64)
     seen = _most_seen(held, window, tile)

@@ -36,6 +36,7 @@ from hmt.kernels.triton.gemm.skinny_launch import (
     multiply_panels,
     multiply_rows,
 )
+from hmt.kernels.triton.single_tokens import are_single
 
 __all__ = [
     "dequantize",
@@ -64,6 +65,8 @@ Rounded = tuple[Tensor, Tensor] | BlockTokens
 def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear`: x [tokens, in] -> [tokens, out] in x.dtype."""
     if _is_plain(x, w) and not takes_numbers(x, w):
+        if one_by_one(x, [w]):
+            return torch.cat([reference.linear(row, w, bias) for row in x.split(1)])
         return reference.linear(x, w, bias)
     out = x.new_empty(x.shape[0], w.shape[0])
     _write(out, x, [w], [bias])
@@ -101,6 +104,8 @@ def linear_many_float(
 ) -> Tensor:
     """`linear_many` of weights without biases, its results in f32; for one token in one launch."""
     weights = [params[name] for name in names]
+    if one_by_one(x, weights):
+        return torch.cat([linear_many_float(row, params, names) for row in x.split(1)])
     whole = len(weights) > 1 and takes_one_row(x, weights[0])
     if whole and are_chunks(weights, [None] * len(weights)):
         rows = sum(w.shape[0] for w in weights)
@@ -113,6 +118,10 @@ def linear_many_float(
 def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> None:
     """Adds `linear(x, w, bias)` to total [tokens, out]: in one launch for few tokens."""
     if total.numel() == 0:
+        return
+    if one_by_one(x, [w]):
+        for own, row in zip(total.split(1), x.split(1), strict=True):
+            linear_add(own, row, w, bias)
         return
     if takes_numbers(x, w) and total.stride(1) == 1:
         multiply_numbers(total, x, w, bias, add=True)
@@ -150,6 +159,9 @@ def linear_gated(
 ) -> Tensor:
     """`gated_pair` of `linear_many(x, params, names, rounded)`: in one launch for few tokens."""
     weights = [params[name] for name in names]
+    if one_by_one(x, weights):
+        rows = [linear_gated(row, params, names, activation) for row in x.split(1)]
+        return torch.cat(rows)
     w = weights[0]
     few = 0 < len(x) <= _few(w) and x.stride(1) == 1
     kind = torch.int8 if w.activations is Activations.INT8_TOKEN else x.dtype
@@ -182,6 +194,25 @@ def linear_gated(
     return out
 
 
+def one_by_one(x: Tensor, weights: Sequence[WeightTensor]) -> bool:
+    """Whether tokens of x [tokens, in] are multiplied each by itself: see `single_tokens`.
+
+    Not with weights whose kernel for one token takes several, and sums up each as it does one.
+    """
+    several = are_single() and len(x) > 1
+    return several and not all(_takes_several(x, w) for w in weights)
+
+
+def _takes_several(x: Tensor, w: WeightTensor) -> bool:
+    if takes_numbers(x, w) or takes_blocks(x, w):
+        return True
+    row = x[:1]
+    gemv = takes_one_token(row, [w]) or takes_one_token(row, [w], gated=True)
+    kind = torch.int8 if w.activations is Activations.INT8_TOKEN else x.dtype
+    panels_or_rows = _in_panels(w, kind) or _in_rows(w, kind)
+    return panels_or_rows and not gemv and not takes_one_row(row, w)
+
+
 def _write(
     out: Tensor,
     x: Tensor,
@@ -196,6 +227,10 @@ def _write(
         return
     if x.stride(1) != 1:
         x = x.contiguous()
+    if one_by_one(x, weights):
+        for own, row in zip(out.split(1), x.split(1), strict=True):
+            _write(own, row, weights, biases, chunk=chunk)
+        return
     at = column = 0
     tokens = rounded if isinstance(rounded, BlockTokens) else None
     codes = rounded if isinstance(rounded, tuple) else None

@@ -1,8 +1,13 @@
-"""Products of one token with weights that are numbers in rows: f32, f16, bf16, or FP8 in tiles.
+"""Products of few tokens with weights that are numbers in rows: f32, f16, bf16, or FP8 in tiles.
 
 Reading them is all there is to do, so they are multiplied in f32 as they come, without tensor
 cores: no weight is rounded, and what a library's product needs to begin and to end is saved.
+
+Several tokens are for `single_tokens`: each is summed up as it is alone, from weights that are read
+once for four of them.
 """
+
+# ruff: noqa: RUF005 - Triton's tuples are joined by `+`
 
 from dataclasses import dataclass
 
@@ -14,11 +19,14 @@ from torch import Tensor
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels.triton.device_math import interpreted, rounded
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
+from hmt.kernels.triton.single_tokens import are_single
 
 _VECTOR_BYTES = 16
 _STEP_BYTES = 1024  # of each row
 _MANY_ROWS = 8192
 _FEW_ROWS = 512
+_MOST_TOKENS = 16
+_TOKENS = 4  # of a program
 _FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -32,16 +40,19 @@ _FLOATS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16:
 # WORDS                     four numbers are loaded as a word, and brought to f32 by assembler
 # EVEN                      columns are a multiple of COLUMNS
 # ADD                       products are rounded and added to what lies in `out`
+# TOKENS                    of a program; axis 0, so that programs that read the same rows are
+#                           neighbours
 @triton.jit
-def one_token_numbers(
-    out, x, weights, scales, bias, rows, columns, scale_columns,
+def few_tokens_numbers(
+    out, x, weights, scales, bias, rows, columns, scale_columns, tokens, x_row, out_row,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, VECTOR: tl.constexpr, WORDS: tl.constexpr,
-    EVEN: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """x [columns] times weights [rows, columns]."""
+    """x [tokens, columns] times weights [rows, columns]."""
     next_may_begin(DEPENDENT)
-    first = tl.program_id(0) * ROWS
+    first_token = tl.program_id(0) * TOKENS
+    first = tl.program_id(1) * ROWS
     row = first + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     IN_ONE: tl.constexpr = 4 if WORDS else 1
@@ -58,20 +69,47 @@ def one_token_numbers(
         scale_at = scales + first // TILE_ROWS * scale_columns
     now = _load(at, element, 0, elements, EVEN)
     inputs_are_there(DEPENDENT)
-    total = tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32)
+    totals = (tl.zeros((ROWS, COLUMNS // VECTOR), tl.float32),) * TOKENS
     for start in range(0, columns, COLUMNS):
         following = _load(at, element, start // IN_ONE + STEP, elements, False)
         here = start + column
-        values = tl.load(x + here, mask=here < columns, other=0.0).to(tl.float32)
-        products = _fours(now, values, COLUMNS) if WORDS else now.to(tl.float32) * values[None, :]
-        sums = tl.sum(tl.reshape(products, (ROWS, COLUMNS // VECTOR, VECTOR // IN_ONE)), 2)
-        if TILE_COLUMNS > 0:
-            tile = (start + vector) // TILE_COLUMNS
-            sums *= tl.load(scale_at + tile, mask=start + vector < columns, other=0.0)[None, :]
-        total += sums
+        new = ()
+        for number in tl.static_range(TOKENS):
+            token = tl.minimum(first_token + number, tokens - 1)
+            values = tl.load(x + token * x_row + here, mask=here < columns, other=0.0)
+            values = values.to(tl.float32)
+            if WORDS:
+                products = _fours(now, values, COLUMNS)
+            else:
+                products = now.to(tl.float32) * values[None, :]
+            sums = tl.sum(tl.reshape(products, (ROWS, COLUMNS // VECTOR, VECTOR // IN_ONE)), 2)
+            if TILE_COLUMNS > 0:
+                tile = (start + vector) // TILE_COLUMNS
+                sums *= tl.load(scale_at + tile, mask=start + vector < columns, other=0.0)[None, :]
+            new = new + (totals[number] + sums,)  # type: ignore[assignment]
+        totals = new
         now = following
-    result = tl.sum(total, 1)
-    inside = row < rows
+    for number in tl.static_range(TOKENS):
+        token = first_token + number
+        _store_token(
+            out + token * out_row,
+            tl.sum(totals[number], 1),
+            scales,
+            bias,
+            row,
+            row < tl.where(token < tokens, rows, 0),
+            TILE_ROWS,
+            TILE_COLUMNS,
+            ADD,
+        )
+
+
+@triton.jit
+def _store_token(
+    out, result, scales, bias, row, inside,
+    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Sums of a token, scaled where all of a row share a scale, with what is added."""
     if TILE_ROWS > 0 and TILE_COLUMNS == 0:
         result *= tl.load(scales + row // TILE_ROWS, mask=inside, other=0.0)
     kind: tl.constexpr = out.dtype.element_ty
@@ -134,7 +172,8 @@ class Sizes:
 
 def takes_numbers(x: Tensor, w: WeightTensor) -> bool:
     """Whether `multiply_numbers` takes x [tokens, in] and w."""
-    if len(x) != 1 or x.dtype not in _FLOATS or x.stride(1) != 1:
+    most = _MOST_TOKENS if are_single() else 1
+    if not 0 < len(x) <= most or x.dtype not in _FLOATS or x.stride(1) != 1:
         return False
     if w.activations is not Activations.FLOAT or w.data.data_ptr() % _VECTOR_BYTES:
         return False
@@ -173,17 +212,19 @@ def multiply_numbers(
     add: bool = False,
     sizes: Sizes | None = None,
 ) -> None:
-    """x [1, in] times w, to out [1, rows]; with `add`, rounded and added to what `out` holds."""
+    """x [tokens, in] times w, to out [tokens, rows]; with `add`, rounded and added to `out`."""
     rows, columns = w.shape
     sizes = sizes or sizes_of(w)
     height, width = w.tile if w.encoding is Encoding.FP8_BLOCK else (0, 0)
     scale_columns = triton.cdiv(columns, width) if width else 0
     width = 0 if scale_columns == 1 else width
-    one_token_numbers[(triton.cdiv(rows, sizes.rows),)](
+    together = min(_TOKENS, triton.next_power_of_2(len(x)))
+    few_tokens_numbers[(triton.cdiv(len(x), together), triton.cdiv(rows, sizes.rows))](
         out, x, w.data, w.scales, bias, rows, columns, scale_columns,
+        len(x), x.stride(0), out.stride(0),
         TILE_ROWS=height, TILE_COLUMNS=width, ROWS=sizes.rows, COLUMNS=sizes.columns,
         VECTOR=_VECTOR_BYTES // w.data.element_size(), 
         WORDS=w.encoding is Encoding.FP8_BLOCK and not interpreted(),
-        EVEN=columns % sizes.columns == 0, ADD=add,
+        EVEN=columns % sizes.columns == 0, ADD=add, TOKENS=together,
         num_warps=sizes.warps, **dependent(x.device),
     )  # fmt: skip

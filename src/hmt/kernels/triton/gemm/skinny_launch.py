@@ -14,6 +14,7 @@ from hmt.kernels.triton.gemm.skinny_w4 import few_tokens
 from hmt.kernels.triton.gemm.skinny_w8 import few_tokens_rows
 from hmt.kernels.triton.gemm.unpack import INTERPRETED, code_unit
 from hmt.kernels.triton.pdl import dependent
+from hmt.kernels.triton.single_tokens import are_single
 from hmt.kernels.weight_cache import WeightCache
 
 # Block sizes of `few_tokens`, by tokens and blocks per group (0: groups of 16 inputs).  Found by
@@ -144,7 +145,7 @@ def _launch_panels(
 
 def _panel_sizes(x: Tensor, rows: int, w: WeightTensor) -> dict[str, int]:
     """Block sizes of `few_tokens` that multiplies x with `rows` rows in all."""
-    tokens, group_blocks = len(x), w.group_size // 32
+    tokens, group_blocks = _sized_by(x), w.group_size // 32
     place = 0 if rows >= _MANY_ROWS else 1 if rows >= _SOME_ROWS else 2
     if place == 2 and w.shape[1] >= _MANY_INPUTS:
         place = 3
@@ -160,10 +161,15 @@ def _panel_sizes(x: Tensor, rows: int, w: WeightTensor) -> dict[str, int]:
     return dict(zip(_NAMES, sizes, strict=True))
 
 
+def _sized_by(x: Tensor) -> int:
+    """Tokens that block sizes are for: sums are in their order."""
+    return 1 if are_single() else len(x)
+
+
 def _gated_sizes(x: Tensor, w: WeightTensor) -> dict[str, int]:
     """Block sizes of `few_tokens` where it takes two weights at once."""
     group_blocks = w.group_size // 32
-    if len(x) <= 2 - (group_blocks == 0) and group_blocks <= 1:
+    if _sized_by(x) <= 2 - (group_blocks == 0) and group_blocks <= 1:
         return dict(zip(_NAMES, _GATED_SIZES[group_blocks], strict=True))
     return {**_panel_sizes(x, 2 * w.shape[0], w), "PAIRS": 2}
 
@@ -189,7 +195,7 @@ def multiply_rows(
         return
     tile, group = (w.tile[0], w.tile[1]) if w.encoding is Encoding.FP8_BLOCK else (1, w.group_size)
     scale_columns = triton.cdiv(columns, group) if group else 1
-    sizes = _row_sizes(len(x), rows, group, chunk=chunk)
+    sizes = _row_sizes(_sized_by(x), rows, group, chunk=chunk)
     _launch_rows(
         out, x, token_scales, w.data, w.scales, bias, rows, columns, scale_columns, sizes,
         WORDS=_takes_words(x, w), TILE_ROWS=tile, GROUP=group, ADD=add,
@@ -206,7 +212,7 @@ def multiply_chunks(
     if takes_one_row(x, w):
         multiply_one_row(out, x, codes, scales, None, rows, chunk_rows=w.shape[0])
         return
-    sizes = _row_sizes(len(x), w.shape[0], 0, chunk=True)
+    sizes = _row_sizes(_sized_by(x), w.shape[0], 0, chunk=True)
     _launch_rows(
         out, x, token_scales, codes, scales, None, rows, w.shape[1], 1, sizes,
         CHUNK_ROWS=w.shape[0], WORDS=_takes_words(x, w), TILE_ROWS=1, GROUP=0,

@@ -12,6 +12,7 @@ from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels.triton.gemm.skinny_launch import chunk_addresses
 from hmt.kernels.triton.gemm.splitk_reduce import add_parts
 from hmt.kernels.triton.pdl import dependent
+from hmt.kernels.triton.single_tokens import are_single
 
 # With fewer tokens a multiprocessor takes in few words of x for a word of weights, and `few_tokens`
 # needs no shared memory and no second launch.
@@ -30,7 +31,7 @@ _COLUMNS = 512  # of sums, in a program of `add_parts`
 
 
 def _several(x: Tensor) -> bool:
-    return len(x) >= _FEWEST and is_hopper(x.device)
+    return not are_single() and len(x) >= _FEWEST and is_hopper(x.device)
 
 
 def _width(x: Tensor) -> int:

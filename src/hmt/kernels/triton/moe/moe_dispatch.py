@@ -14,6 +14,7 @@ from hmt.kernels.triton.moe.grouped_wgmma_launch import takes_experts
 from hmt.kernels.triton.moe.moe_gemv import experts_by_pairs
 from hmt.kernels.triton.moe.unpacked_experts import unpacked_groups
 from hmt.kernels.triton.moe.weight_table import ExpertMatrix, ExpertTable, block_table, make_table
+from hmt.kernels.triton.single_tokens import are_single
 
 # Up to so many pairs of a token and an expert for each expert that is chosen, pairs by themselves
 # were faster on an H200 than tiles of sorted tokens.
@@ -61,7 +62,7 @@ def experts_by_table(
         return _experts_in_blocks(x, table, chosen, scales, activation, total, last, cut, among)
     several = takes_experts(x, table, activation)
     tokens, top = chosen.shape
-    if cut is not None or _are_few(table, tokens, top, several):
+    if cut is not None or are_single() or _are_few(table, tokens, top, several):
         return experts_by_pairs(x, table, chosen, scales, activation, total, last, cut)
     return experts_by_tiles(x, [(table, last)], chosen, scales, activation, total)
 
@@ -79,7 +80,8 @@ def _experts_in_blocks(
 ) -> Tensor:
     """`experts_by_table` where gate and up, or down, or all are in ggml's blocks."""
     tokens, top = chosen.shape
-    if cut is not None or tokens * top <= _PAIRS_OF_BLOCKS * _distinct(table, tokens, top):
+    few = tokens * top <= _PAIRS_OF_BLOCKS * _distinct(table, tokens, top)
+    if cut is not None or few or are_single():
         return experts_by_pairs(x, table, chosen, scales, activation, total, last, cut)
     groups = (
         (some, last and are_last) for some, are_last in unpacked_groups(table, x.dtype, among)

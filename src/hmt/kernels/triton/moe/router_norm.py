@@ -11,6 +11,7 @@ from hmt.kernels.triton.device_math import rounded
 from hmt.kernels.triton.elementwise.norms import add_rms_norm, rms_norm
 from hmt.kernels.triton.gemm.dispatch import linear
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
+from hmt.kernels.triton.single_tokens import are_single
 
 _MOST_TOKENS = 8  # each of them reads the router again, from the cache
 _LARGEST_WIDTH = 16384  # a row is held in registers
@@ -53,7 +54,8 @@ def router_inputs(
     """
     tokens, width = hidden.shape
     plain = router.encoding.is_float and router.data.is_contiguous() and hidden.stride(1) == 1
-    small = 0 < tokens <= _MOST_TOKENS and width <= _LARGEST_WIDTH
+    few = tokens > 0 and (tokens <= _MOST_TOKENS or are_single())
+    small = few and width <= _LARGEST_WIDTH
     if x is not None or options.offset or not (plain and small):
         eps, offset = options.eps, options.offset
         if x is None:
