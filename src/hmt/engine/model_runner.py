@@ -16,6 +16,7 @@ from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.step_observers import open_observers
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.experts.observers import ObservedModel
+from hmt.engine.images import with_images
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
@@ -40,6 +41,7 @@ class ModelRunner:
         self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
     ) -> None:
         on_device = memory.on_device
+        self._images, self._host_weights = memory.images, memory.weights
         self._weights = memory.weights if on_device is None else on_device.weights
         observers, self.expert_prefetcher = open_observers(
             prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
@@ -64,6 +66,7 @@ class ModelRunner:
         those of a Step.  Raises what `Executor.run` raises; then `abandon` ends what it left open.
         """
         step = Step.build(output.segments, output.logit_rows)
+        step = with_images(step, output, self._images, self._host_weights)
         return self.executor.run(step if inputs is None else replace(step, inputs=inputs), viewer)
 
     @property
