@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from plain_memory import randomise
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 VOCABULARY = 4096
@@ -113,7 +112,10 @@ def vision_model(name: str) -> PreTrainedModel:
         "llava": transformers.LlavaForConditionalGeneration,
     }[kind]
     model = made(config).float().eval()
-    randomise(model, len(name))
+    torch.manual_seed(len(name))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param), alpha=0.2)
     model.tie_weights()
     return model
 

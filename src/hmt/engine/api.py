@@ -77,6 +77,10 @@ class LoadedModel:
         """Where everything lives."""
         return self.prepared.plan
 
+    def check_images(self, count: int) -> None:
+        """Raise RequestError where the model can see none of `count` images."""
+        self._input.check_images(count)
+
     def infer(self, request: Request) -> Completion:
         """Run one request to its end.  Raises RequestError, or what failed the computation."""
         return self.infer_batch([request])[0]

@@ -75,6 +75,27 @@ class ImageStore:
                     self._features[key] = found
         return found
 
+    def fill(self, step: Step, output: SchedulerOutput, weights: Weights) -> Step:
+        """`step` with features of the images that tokens of `output` stand for.  Encodes these."""
+        rows: list[torch.Tensor] = []
+        features: list[torch.Tensor] = []
+        layers: list[tuple[torch.Tensor, ...]] = []
+        for segment, run in zip(output.segments, step.segments, strict=True):
+            for span in segment.images:
+                found = self.features(span.key, weights)
+                begin, part = run.offset + span.offset, slice(span.first, span.first + span.length)
+                rows.append(torch.arange(begin, begin + span.length))
+                features.append(found.rows[part])
+                layers.append(tuple(layer[part] for layer in found.layers))
+        if not rows:
+            return step
+        return replace(
+            step,
+            image_rows=torch.cat(rows),
+            image_features=torch.cat(features),
+            layer_features=tuple(torch.cat(parts) for parts in zip(*layers, strict=True)),
+        )
+
     def close(self) -> None:
         """Let all go."""
         with self._lock:
@@ -142,31 +163,6 @@ class ImageStore:
             if self._images.keys() <= set(own) and self._decoding.total() <= 1:
                 raise RequestError(f"{said}: make it smaller, or raise --host-memory")
             raise BudgetError(f"{said}, of which others hold the rest: try again later")
-
-
-def with_images(
-    step: Step, output: SchedulerOutput, images: ImageStore | None, weights: Weights
-) -> Step:
-    """A step with the features of the images that its tokens stand for.  Encodes these."""
-    rows: list[torch.Tensor] = []
-    features: list[torch.Tensor] = []
-    layers: list[tuple[torch.Tensor, ...]] = []
-    for segment, run in zip(output.segments, step.segments, strict=True):
-        for span in segment.images:
-            assert images is not None
-            found = images.features(span.key, weights)
-            begin, part = run.offset + span.offset, slice(span.first, span.first + span.length)
-            rows.append(torch.arange(begin, begin + span.length))
-            features.append(found.rows[part])
-            layers.append(tuple(layer[part] for layer in found.layers))
-    if not rows:
-        return step
-    return replace(
-        step,
-        image_rows=torch.cat(rows),
-        image_features=torch.cat(features),
-        layer_features=tuple(torch.cat(parts) for parts in zip(*layers, strict=True)),
-    )
 
 
 def placed(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:

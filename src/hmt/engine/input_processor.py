@@ -48,6 +48,7 @@ class InputProcessor:
                 f"a request is an hmt.Request, not {type(request).__name__}: "
                 "hmt.Request(input=..., max_new_tokens=...)"
             )
+        self.check_images(len(request.images))
         tokens = self._prompt_tokens(request)
         shown, hold = self._images_of(request, tokens)
         tokens = shown.tokens
@@ -93,18 +94,21 @@ class InputProcessor:
             axes=shown.positions,
         )
 
+    def check_images(self, count: int) -> None:
+        """Raise RequestError where the model can see none of `count` images."""
+        spec = self._prepared.model.spec
+        if count and self._images is None:
+            why = [remark for remark in spec.remarks if remark.startswith("images")]
+            raise RequestError(
+                f"{count} images were given, and this {spec.architecture} reads text only"
+                f"{': ' if why else ''}{'; '.join(why)}"
+            )
+
     def _images_of(self, request: Request, tokens: list[int]) -> tuple[ImagePrompt, object]:
         """The prompt with its images, and what keeps these.  Raises RequestError, BudgetError."""
         encoder = self._prepared.model.encoder
-        if not request.images:
+        if not request.images or self._images is None or encoder is None:
             return ImagePrompt(tokens, ()), None
-        if encoder is None or self._images is None:
-            spec = self._prepared.model.spec
-            why = [remark for remark in spec.remarks if remark.startswith("images")]
-            raise RequestError(
-                f"{len(request.images)} images were given, and this {spec.architecture} reads text "
-                f"only{': ' if why else ''}{'; '.join(why)}"
-            )
         images, hold = self._images.hold(request.images)
         return encoder.prompt(tokens, images), hold
 

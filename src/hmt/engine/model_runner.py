@@ -16,7 +16,6 @@ from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.step_observers import open_observers
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.experts.observers import ObservedModel
-from hmt.engine.images import with_images
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
@@ -66,7 +65,8 @@ class ModelRunner:
         those of a Step.  Raises what `Executor.run` raises; then `abandon` ends what it left open.
         """
         step = Step.build(output.segments, output.logit_rows)
-        step = with_images(step, output, self._images, self._host_weights)
+        if self._images is not None:
+            step = self._images.fill(step, output, self._host_weights)
         return self.executor.run(step if inputs is None else replace(step, inputs=inputs), viewer)
 
     @property

@@ -2,3 +2,4 @@
 
 from hmt.models.next_token import open_predictor
 from hmt.models.registry import open_model, supported_architectures, with_architecture
+from hmt.models.vision import with_vision

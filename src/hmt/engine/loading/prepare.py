@@ -17,8 +17,7 @@ from hmt.engine.loading.source import Source, open_source
 from hmt.hardware.machine import machine_for, with_device
 from hmt.memory import physical_host_bytes
 from hmt.memory.device import Device
-from hmt.models import open_model
-from hmt.models.vision import with_vision
+from hmt.models import open_model, with_vision
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.planner.placement.numa import on_numa_nodes
 from hmt.weights import BlockLayout
