@@ -64,7 +64,7 @@ TABLE: list[tuple[str, Any, str | None, str]] = [
     (CHAT, said(["Hi"]), "messages[0].content[0]", "invalid_type"),
     (CHAT, said([{"type": "text"}]), "messages[0].content[0].text", "missing_required_parameter"),
     (CHAT, said([{"type": "text", "text": 1}]), "messages[0].content[0].text", "invalid_type"),
-    (CHAT, said([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type",
+    (CHAT, said([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].image_url",
      "invalid_value"),
     (CHAT, said("Hi", tool_calls=[{"id": "a", "type": "function",
                                    "function": {"name": "a", "arguments": "{}"}}]),
