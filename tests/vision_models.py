@@ -11,6 +11,7 @@ import torch
 import transformers
 from PIL import Image
 from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 VOCABULARY = 4096
 IMAGE, BEGIN, END = 6, 4, 5  # tokens: <|image|> and others of the tokenizer
@@ -41,6 +42,15 @@ _SIGLIP = _CLIP | {"model_type": "siglip_vision_model", "num_hidden_layers": 2}
 
 def _turned(sections: list[int], **more: Any) -> dict[str, Any]:
     return {"rope_theta": 1000.0, "rope_type": "default", "mrope_section": sections} | more
+
+
+_QWEN35 = {name: size for name, size in _QWEN3.items() if name != "deepstack_visual_indexes"}
+_HYBRID = {
+    "rope_parameters": _turned([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
+    "head_dim": 32, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
 
 
 # By name: the type, its text's fields, its tower's and its own.
@@ -76,6 +86,34 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         _QWEN3 | {"deepstack_visual_indexes": [0, 1, 2], "patch_size": 2},
         _TOKENS,
     ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "rope_parameters": _turned([2, 1, 1], mrope_interleaved=True), "head_dim": 8,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        },
+        _QWEN3,
+        _TOKENS,
+    ),
+    "qwen2_vl": (
+        "qwen2_vl",
+        {"rope_parameters": _turned([2, 1, 1])},
+        {
+            "depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 4,
+            "mlp_ratio": 2,
+        },
+        _TOKENS,
+    ),
+    "qwen3_5": ("qwen3_5", _HYBRID, _QWEN35, _TOKENS),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        _HYBRID | {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+        _QWEN35,
+        _TOKENS,
+    ),
     "llava": ("llava", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE}),
     "llava-mistral": (
         "llava",
@@ -105,12 +143,8 @@ def vision_model(name: str) -> PreTrainedModel:
     kind, text, vision, own = CASES[name]
     config = CONFIG_MAPPING[kind](text_config=_TEXT | text, vision_config=vision, **own)
     config.text_config.tie_word_embeddings = config.tie_word_embeddings
-    config._attn_implementation = "eager"
-    made = {
-        "qwen2_5_vl": transformers.Qwen2_5_VLForConditionalGeneration,
-        "qwen3_vl": transformers.Qwen3VLForConditionalGeneration,
-        "llava": transformers.LlavaForConditionalGeneration,
-    }[kind]
+    config._attn_implementation = config._experts_implementation = "eager"
+    made = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind])
     model = made(config).float().eval()
     torch.manual_seed(len(name))
     with torch.no_grad():

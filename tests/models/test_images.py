@@ -236,6 +236,20 @@ def test_a_model_without_its_processor_reads_text_only(folder_of: Any, tmp_path:
     (tmp_path / "preprocessor_config.json").unlink()
     with hmt.Engine(host_memory="64MiB", **OPTIONS) as engine:
         model = engine.load_model(tmp_path)
-        with pytest.raises(RequestError, match="no preprocessor_config.json"):
+        with pytest.raises(RequestError, match="no preprocessor_config"):
             model.infer(asked())
         model.infer(asked(words(5, 1), ()))
+
+
+def test_a_device_and_choices_give_the_same(folder_of: Any) -> None:
+    _, folder = folder_of("qwen3_vl")
+    found = []
+    for options in ({}, {"gpu_id": "fake", "gpu_memory": "64MiB"}):
+        given: dict[str, Any] = OPTIONS | {"context": 128, "max_prefill_tokens": 16} | options
+        with hmt.Engine(host_memory="64MiB", **given) as engine:
+            model = engine.load_model(folder)
+            assert bool(model.plan.device.stages) == bool(options)
+            found.append(numbers(model.infer(asked())))
+            each = model.infer_choices(asked(prompt_logprobs=None), 2)
+            assert each[0].token_ids == each[1].token_ids
+    assert found[1] == pytest.approx(found[0], abs=1e-5)

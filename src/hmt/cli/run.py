@@ -175,7 +175,8 @@ def _chat(conversation: "Conversation", job: Job) -> None:
     console, person = notes(), sys.stdin.isatty()
     from hmt.formats import shown_name
 
-    console.print(f"[bold]{shown_name(job.model)}[/] [dim]· /image FILE shows one, /reset forgets, /exit leaves[/]")
+    commands = "/image FILE shows one, /reset forgets, /exit leaves"
+    console.print(f"[bold]{shown_name(job.model)}[/] [dim]· {commands}[/]")
     if person:
         import readline  # noqa: F401  # gives input() a line editor and a history
     while True:

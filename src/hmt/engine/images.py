@@ -57,9 +57,9 @@ class ImageStore:
         for image in images:
             made = self._prepared(image, keys)
             with self._lock:
-                known = self._images.setdefault(made.key, made)
-                self._uses[made.key] += 1
+                self._uses[made.key] += 1  # first: a hold may go at any time
                 keys.append(made.key)
+                known = self._images.setdefault(made.key, made)
                 self._settle(f"an image of {made.tokens} tokens", keys)
             prepared.append(known)
         return prepared, hold
@@ -150,7 +150,7 @@ class ImageStore:
         """
         if self._closed and what:
             raise BudgetError("the model was closed while an image was prepared")
-        images = self._images.values()
+        images = list(self._images.values())
         held = sum(image.nbytes + image.feature_bytes for image in images)
         held += max((image.work_bytes for image in images), default=0)
         held += sum(nbytes * count for nbytes, count in self._decoding.items())

@@ -91,7 +91,7 @@ class Encoder:
             made = self._processor(
                 images=[pixels.numpy()], return_tensors="pt", input_data_format="channels_last"
             )
-        except (ValueError, TypeError, ArithmeticError) as error:
+        except Exception as error:  # of transformers' code, for sizes that it cannot resize
             height, width = pixels.shape[:2]
             raise RequestError(
                 f"an image of {width} x {height} pixels cannot be prepared for this model: {error}"

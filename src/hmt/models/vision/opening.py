@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from hmt.base.errors import CheckpointError
+from hmt.base.errors import CheckpointError, HMTError
 from hmt.base.log import logger
 from hmt.contracts.model import Model
 from hmt.models.decoder import Decoder
@@ -28,7 +28,7 @@ _TOKENS: Final = ("image_token_id", "image_token_index")
 _MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
 _WRONG: Final = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
-    ValueError, CheckpointError,
+    ValueError, HMTError,
 )  # fmt: skip
 
 
@@ -52,8 +52,7 @@ def with_vision(
     if not any((folder / name).is_file() for name in _PROCESSORS):
         return _without(model, f"there is no preprocessor_config.json in {folder}")
     try:
-        if kind in _OF_GRIDS:
-            _check_axes(model)
+        _check_text(model, axes=kind in _OF_GRIDS)
         encoder = _opened(config, folder, model.dtype)
     except _WRONG as error:
         logger.debug("images cannot be encoded", exc_info=error)
@@ -96,14 +95,23 @@ def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Enco
     grid = config["model_type"] in _OF_GRIDS
     sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
     axes = tree.model.base_model.get_rope_index if grid else None
-    return Encoder(tower, processor, int(token), sizes, axes)
+    encoder = Encoder(tower, processor, int(token), sizes, axes)
+    _check_processor(encoder, whole.vision_config, grid=grid)
+    return encoder
 
 
-def _check_axes(model: Model) -> None:
-    """Raise CheckpointError where positions of a language model do not have three axes."""
-    if not isinstance(model, Decoder) or not model.rotaries:
+def _check_text(model: Model, *, axes: bool) -> None:
+    """Raise CheckpointError unless features can take the place of a language model's embeddings.
+
+    axes   whether its positions must have three axes
+    """
+    if not isinstance(model, Decoder):
         raise CheckpointError("its language model runs through transformers' modules")
-    for rotary in model.rotaries:
+    if model.spec.row_lookups:
+        raise CheckpointError("its layers look tokens up by themselves")
+    if axes and not model.rotaries:
+        raise CheckpointError("its language model has no rotary positions")
+    for rotary in model.rotaries if axes else ():
         rotary.axes()
 
 
@@ -120,6 +128,19 @@ def _processor(folder: Path) -> Any:
             if value is not None and not 0 < value <= most:
                 raise ValueError(f"{name} of its image processor has {key} {value}")
     return processor
+
+
+def _check_processor(encoder: Encoder, vision: Any, *, grid: bool) -> None:
+    """Raise ValueError where the image processor prepares images for another tower."""
+    pixels = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs["pixel_values"]
+    if grid:
+        wanted = 3 * vision.temporal_patch_size * vision.patch_size**2
+        if pixels.dim() != 2 or pixels.shape[1] != wanted:
+            raise ValueError(
+                f"its image processor makes patches of {pixels.shape[-1]}, not {wanted}"
+            )
+    elif pixels.shape != (1, 3, vision.image_size, vision.image_size):
+        raise ValueError(f"its image processor makes images of {list(pixels.shape)}")
 
 
 def _grid_sizes(config: Any, processor: Any) -> TowerSizes:
