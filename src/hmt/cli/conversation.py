@@ -1,8 +1,13 @@
 """What has been said so far, and the request that carries it to the model."""
 
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
 from hmt.cli.options import SamplingOptions
 from hmt.contracts.request import Request
 from hmt.engine import LoadedModel
+from hmt.models.vision import file_bytes
 from hmt.text import HarmonyReader
 
 _DEFAULT_ANSWER_TOKENS = 512
@@ -22,8 +27,18 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget what was said."""
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[dict[str, Any]] = []
         self._text = ""
+        self._images: list[bytes] = []  # of all messages
+        self._shown: list[bytes] = []  # of the next one
+
+    def show(self, images: Iterable[Path]) -> None:
+        """Let the next line be about these as well.  Raises RequestError for what is none."""
+        for image in images:
+            self.model.check_images(1)
+            data = file_bytes(image)
+            assert data is not None
+            self._shown.append(data)
 
     def request(self, line: str) -> Request:
         """The request for an answer to `line`, after all that was said before.
@@ -32,7 +47,7 @@ class Conversation:
         """
         tokens = self._tokens(line)
         limit = self._options.max_new_tokens
-        if limit is None:
+        if limit is None and not (self._images or self._shown):  # these have tokens besides
             spec, plan = self.model.prepared.model.spec, self.model.plan
             room = min(plan.kv_tokens, spec.max_context) - len(tokens)
             limit = max(1, min(_DEFAULT_ANSWER_TOKENS, room))
@@ -41,6 +56,7 @@ class Conversation:
             max_new_tokens=limit,
             sampling=self._options.sampling(),
             stop=tuple(self._options.stop or ()),
+            images=(*self._images, *self._shown),
         )
 
     def reader(self, line: str) -> HarmonyReader | None:
@@ -51,12 +67,19 @@ class Conversation:
         """Add a turn."""
         self._text += line + answer
         self._messages += [
-            {"role": "user", "content": line},
+            self._said(line),
             {"role": "assistant", "content": answer},
         ]
+        self._images += self._shown
+        self._shown = []
+
+    def _said(self, line: str) -> dict[str, Any]:
+        shown = [{"type": "image"} for _ in self._shown]
+        content = [*shown, {"type": "text", "text": line}] if shown else line
+        return {"role": "user", "content": content}
 
     def _tokens(self, line: str) -> list[int]:
         tokenizer = self.model.tokenizer
         if self._raw:
             return tokenizer.encode(self._text + line)
-        return tokenizer.chat_prompt([*self._messages, {"role": "user", "content": line}])
+        return tokenizer.chat_prompt([*self._messages, self._said(line)])

@@ -38,6 +38,7 @@ class Job:
     summary: bool = True
     json: bool = False
     chat_template: Path | None = None
+    images: tuple[Path, ...] = ()
 
 
 @dataclass(slots=True)
@@ -82,12 +83,24 @@ def run(
         Path | None,
         typer.Option(help="File with the chat template (Jinja) to use instead of MODEL's own."),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Image that PROMPT is about (PNG, JPEG, WebP or GIF), for models that see; can be "
+            "given several times. In a chat: /image FILE."
+        ),
+    ] = None,
 ) -> None:
     """Answer a prompt, or chat, and say what it cost."""
     path, prompt = choose(model, prompt)
     if json and prompt is None:
         raise ConfigError("--json prints one answer; give a prompt, or leave --json out to chat")
-    answer_or_chat(Job(path, prompt, engine, sampling, raw, not no_summary, json, chat_template))
+    if image and prompt is None:
+        raise ConfigError("--image belongs to a prompt; in a chat write /image FILE")
+    images = tuple(image or ())
+    answer_or_chat(
+        Job(path, prompt, engine, sampling, raw, not no_summary, json, chat_template, images)
+    )
 
 
 def choose(model: str | None, prompt: str | None) -> tuple[Path, str | None]:
@@ -122,6 +135,7 @@ def answer_or_chat(job: Job) -> None:
             if template is not None:
                 model.tokenizer.use_chat_template(template)
             conversation = Conversation(model, job.sampling, raw=job.raw)
+            conversation.show(job.images)
             if job.prompt is None:
                 _chat(conversation, job)
             elif not _answer_once(conversation, job.prompt, job):
@@ -161,7 +175,8 @@ def _chat(conversation: "Conversation", job: Job) -> None:
     console, person = notes(), sys.stdin.isatty()
     from hmt.formats import shown_name
 
-    console.print(f"[bold]{shown_name(job.model)}[/] [dim]· /reset forgets, /exit leaves[/]")
+    commands = "/image FILE shows one, /reset forgets, /exit leaves"
+    console.print(f"[bold]{shown_name(job.model)}[/] [dim]· {commands}[/]")
     if person:
         import readline  # noqa: F401  # gives input() a line editor and a history
     while True:
@@ -174,8 +189,20 @@ def _chat(conversation: "Conversation", job: Job) -> None:
             return
         if line == "/reset":
             conversation.reset()
+        elif line.startswith("/image "):
+            _show(conversation, line.removeprefix("/image ").strip())
         elif line:
             _one_turn(conversation, line)
+
+
+def _show(conversation: "Conversation", file: str) -> None:
+    """Let the next line be about an image."""
+    from rich.text import Text
+
+    try:
+        conversation.show([Path(file)])
+    except HMTError as error:
+        notes().print(Text(f"{error}", style="red"), soft_wrap=True)
 
 
 def _one_turn(conversation: "Conversation", line: str) -> None:
@@ -200,7 +227,9 @@ def _answer(conversation: "Conversation", line: str, write: Callable[[str], None
     with StopKey() as key:
         try:
             reader = conversation.reader(line)
-            _stream(conversation.model.stream(request), reader, answer, key, write)
+            stream = conversation.model.stream(request)
+            answer.prompt_tokens = stream.prompt_tokens
+            _stream(stream, reader, answer, key, write)
         except KeyboardInterrupt:
             if key.pressed:
                 raise

@@ -16,13 +16,17 @@ class BlockKind(enum.StrEnum):
     ROUTER = "router"  # router, shared experts and the norm before them
     EXPERT = "expert"
     HEAD = "head"  # final norm (chunk 0) and a range of the output rows
+    VISION = "vision"  # a layer of a vision tower, or another part of one
 
     # Blocks are looked up several times per layer and token; Enum's own hash is Python code.
     __hash__ = str.__hash__
 
 
 class BlockId(NamedTuple):
-    """Names one block.  `index` counts experts of a layer, chunks of the head, or tables."""
+    """Names one block.
+
+    `index` counts experts of a layer, chunks of the head, tables, or parts of a vision tower.
+    """
 
     layer: int
     kind: BlockKind
@@ -30,7 +34,7 @@ class BlockId(NamedTuple):
 
     def __str__(self) -> str:
         where = "" if self.layer == TRUNK else f"layer {self.layer} "
-        counted = self.index or self.kind in (BlockKind.EXPERT, BlockKind.HEAD)
+        counted = self.index or self.kind in (BlockKind.EXPERT, BlockKind.HEAD, BlockKind.VISION)
         which = f" {self.index}" if counted else ""
         return f"{where}{self.kind.value}{which}"
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from hmt.contracts.blocks import BlockId, BlockSpec
+from hmt.contracts.image import ImageEncoder
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 
@@ -271,6 +272,7 @@ class Model(Protocol):
 
     spec: ModelSpec
     dtype: torch.dtype  # of activations
+    encoder: ImageEncoder | None = None  # of images, where it has one
 
     def embed(self, step: Step, weights: Weights) -> torch.Tensor:
         """Hidden states of the step's tokens: [tokens, hidden_size]."""

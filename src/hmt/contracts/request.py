@@ -2,8 +2,11 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+from hmt.contracts.image import ImageInput
 
 
 class FinishReason(enum.StrEnum):
@@ -82,9 +85,11 @@ class Request:
     reasoning_tokens the longest that a model may think before it answers; with a grammar it does
                      not.  None: as long as it likes
     embedding        report the prompt's embedding; max_new_tokens must then be 0
+    images           of a model that sees: what the prompt's image parts show, in their order; in
+                     text and token ids the model's own image token, once for each
     """
 
-    input: "str | list[dict[str, str]] | list[int]"
+    input: "str | list[dict[str, Any]] | list[int]"
     max_new_tokens: int | None = None
     context_size: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
@@ -100,6 +105,7 @@ class Request:
     prompt_logprobs: int | None = None
     reasoning_tokens: int | None = None
     embedding: Pooling | None = None
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,21 @@ from typing import Any, NamedTuple
 import torch
 
 
+class ImageTokens(NamedTuple):
+    """Tokens of a prompt that stand for rows of one image.
+
+    key     of a `PreparedImage`
+    first   row of its features that the first of them stands for
+    offset  of that token, in the prompt or in the segment that this is part of
+    length  number of tokens, one after the other
+    """
+
+    key: str
+    first: int
+    offset: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive tokens of one sequence: a prefill chunk, or one decode token.
@@ -67,6 +82,8 @@ class SegmentRequest(NamedTuple):
     num_prompt_logprobs  how many of the first tokens have logits that are looked at and not kept
     num_pooled           how many of the last tokens have hidden states that are
     request              number of the request that the tokens belong to; 0: of none
+    images               tokens of the segment that stand for images
+    axes                 rotary positions of its tokens, of three axes; (): one, by their places
     """
 
     sequence: int
@@ -81,12 +98,18 @@ class SegmentRequest(NamedTuple):
     request: int = 0
     drafts: int = 0
     preceding: tuple[int, ...] = ()
+    images: tuple[ImageTokens, ...] = ()
+    axes: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def from_list(cls, fields: list[Any]) -> "SegmentRequest":
         """From its fields in order, as JSON has them."""
         request = cls(*fields)
-        return request._replace(preceding=tuple(request.preceding))
+        return request._replace(
+            preceding=tuple(request.preceding),
+            images=tuple(ImageTokens(*image) for image in request.images),
+            axes=tuple(map(tuple, request.axes)),
+        )
 
     @property
     def length(self) -> int:
@@ -201,6 +224,11 @@ class Step:
     pooled_rows  int64 [pooled]: of those whose last hidden states are
     inputs       f32 [tokens, hidden_size], of multi-token prediction alone: the hidden state of the
                  token before each
+    axes         int64 [3, tokens]: rotary positions of models that have three axes; None: those of
+                 the tokens' places, on each of them
+    image_rows   int64 [rows]: indices of tokens that stand for images; None: none does
+    image_features   f [rows, hidden_size], in the place of their embeddings
+    layer_features   each of that shape, added to their hidden states behind the first layers
     """
 
     token_ids: torch.Tensor
@@ -210,6 +238,10 @@ class Step:
     scored_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     pooled_rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     inputs: torch.Tensor | None = None
+    axes: torch.Tensor | None = None
+    image_rows: torch.Tensor | None = None
+    image_features: torch.Tensor | None = None
+    layer_features: tuple[torch.Tensor, ...] = ()
 
     @property
     def has_prompt_outputs(self) -> bool:
@@ -228,7 +260,8 @@ class Step:
         rows: list[int] = []
         scored: list[int] = []
         pooled: list[int] = []
-        for part in (SegmentRequest(*part) for part in parts):
+        segments = [SegmentRequest(*part) for part in parts]
+        for part in segments:
             offset, length = len(ids), len(part.tokens)
             end = offset + length
             limits = part.reserved, part.reserved_tokens, part.whole, part.drafts
@@ -239,8 +272,20 @@ class Step:
             scored += range(offset, offset + part.num_prompt_logprobs)
             pooled += range(end - part.num_pooled, end)
         rows = rows if logit_rows is None else list(logit_rows)
-        flat = [
+        axes = _axes(segments) if any(part.axes for part in segments) else None
+        token_ids, places, of_logits, of_scores, of_pools = (
             torch.tensor(numbers, dtype=torch.int64)
             for numbers in (ids, positions, rows, scored, pooled)
-        ]
-        return Step(flat[0], flat[1], tuple(runs), *flat[2:])
+        )
+        return Step(token_ids, places, tuple(runs), of_logits, of_scores, of_pools, axes=axes)
+
+
+def _axes(parts: Sequence[SegmentRequest]) -> torch.Tensor:
+    """Rotary positions of all tokens on three axes: int64 [3, tokens]."""
+    places = [
+        torch.tensor(part.axes, dtype=torch.int64)
+        if part.axes
+        else torch.arange(part.start, part.context).expand(3, -1)
+        for part in parts
+    ]
+    return torch.cat(places, dim=1)

@@ -66,7 +66,7 @@ class LoadedModel:
                 allocate_draft(self._loop, draft, ledger, self.tracer, memory)
             self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
             capacity_tokens = self._core.load.capacity_tokens
-            self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens)
+            self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens, memory.images)
             stack.pop_all()
         self._loop.run_steps(self._core.advance)
         self.closed = False
@@ -76,6 +76,10 @@ class LoadedModel:
     def plan(self) -> Plan:
         """Where everything lives."""
         return self.prepared.plan
+
+    def check_images(self, count: int) -> None:
+        """Raise RequestError where the model can see none of `count` images."""
+        self._input.check_images(count)
 
     def infer(self, request: Request) -> Completion:
         """Run one request to its end.  Raises RequestError, or what failed the computation."""
@@ -143,6 +147,8 @@ class LoadedModel:
             raise RequestError(
                 "beams take the likeliest: leave sampling and stop strings out, and min_tokens"
             )
+        if request.images:
+            raise RequestError("a beam search reads text only: leave the images out")
         if sequence.has_prompt_outputs:
             raise RequestError(
                 "a beam search tells nothing of the prompt: ask for that with a request of its own"

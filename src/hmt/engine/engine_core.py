@@ -232,6 +232,7 @@ class EngineCore:
     def _tell_ended(self) -> None:
         """Tell the owners of all that have ended since the last call."""
         for sequence in self.scheduler.take_ended():
+            sequence.image_hold = None
             self.speculator.ended(sequence)
             if (processor := self._processors.pop(sequence.number, None)) is not None:
                 processor.ended()

@@ -3,7 +3,9 @@
 import time
 
 from hmt.base.errors import EmptyPromptError, RequestError
+from hmt.contracts.image import ImagePrompt
 from hmt.contracts.request import Request
+from hmt.engine.images import ImageStore, placed
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.output_processor import (
     OutputProcessor,
@@ -21,8 +23,15 @@ from hmt.text import Constraint, StopStrings, ThoughtLimit, Tokenizer
 class InputProcessor:
     """Checks requests and makes them ready to run.  For any thread."""
 
-    def __init__(self, prepared: Prepared, tokenizer: Tokenizer, capacity_tokens: int) -> None:
-        """`capacity_tokens` positions there are in the KV cache."""
+    def __init__(
+        self,
+        prepared: Prepared,
+        tokenizer: Tokenizer,
+        capacity_tokens: int,
+        images: ImageStore | None = None,
+    ) -> None:
+        """`capacity_tokens` positions there are in the KV cache; `images` prepares those."""
+        self._images = images
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._capacity_tokens = capacity_tokens
@@ -39,7 +48,10 @@ class InputProcessor:
                 f"a request is an hmt.Request, not {type(request).__name__}: "
                 "hmt.Request(input=..., max_new_tokens=...)"
             )
+        self.check_images(len(request.images))
         tokens = self._prompt_tokens(request)
+        shown, hold = self._images_of(request, tokens)
+        tokens = shown.tokens
         sampler = SamplerState(request.sampling, tokens)
         if request.prompt_logprobs is not None:
             check_logprobs("prompt_logprobs", request.prompt_logprobs)
@@ -49,7 +61,7 @@ class InputProcessor:
         longest = self._new_tokens(request, len(tokens))
         check_least(request, longest)
         return OutputProcessor(
-            state=self._state(request, tokens, longest),
+            state=self._state(request, shown, hold, longest),
             request=request,
             sampler=sampler,
             text=self._tokenizer.stream(),
@@ -61,8 +73,10 @@ class InputProcessor:
             pool=None if request.embedding is None else EmbeddingPool(),
         )
 
-    def _state(self, request: Request, tokens: list[int], longest: int) -> SequenceState:
-        timeout_s = request.timeout_s
+    def _state(
+        self, request: Request, shown: ImagePrompt, hold: object, longest: int
+    ) -> SequenceState:
+        timeout_s, tokens = request.timeout_s, shown.tokens
         ends = request.stop or request.stop_token_ids
         return SequenceState(
             tokens=tokens,
@@ -75,7 +89,28 @@ class InputProcessor:
             scores_prompt=request.prompt_logprobs is not None,
             pooling=request.embedding,
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
+            images=shown.images,
+            image_hold=hold,
+            axes=shown.positions,
         )
+
+    def check_images(self, count: int) -> None:
+        """Raise RequestError where the model can see none of `count` images."""
+        spec = self._prepared.model.spec
+        if count and self._images is None:
+            why = [remark for remark in spec.remarks if remark.startswith("images")]
+            raise RequestError(
+                f"{count} images were given, and this {spec.architecture} reads text only"
+                f"{': ' if why else ''}{'; '.join(why)}"
+            )
+
+    def _images_of(self, request: Request, tokens: list[int]) -> tuple[ImagePrompt, object]:
+        """The prompt with its images, and what keeps these.  Raises RequestError, BudgetError."""
+        encoder = self._prepared.model.encoder
+        if not request.images or self._images is None or encoder is None:
+            return ImagePrompt(tokens, ()), None
+        images, hold = self._images.hold(request.images)
+        return encoder.prompt(tokens, images), hold
 
     def _form(self, request: Request, prompt: list[int]) -> Constraint | ThoughtLimit | None:
         if request.grammar is not None:
@@ -108,7 +143,8 @@ class InputProcessor:
         if isinstance(request.input, str):
             tokens = self._tokenizer.encode(request.input, most=self.max_positions)
         elif isinstance(request.input[0], dict):
-            tokens = self._tokenizer.chat_prompt(request.input, most=self.max_positions)
+            messages = placed(request.input, len(request.images))
+            tokens = self._tokenizer.chat_prompt(messages, most=self.max_positions)
         else:
             tokens = list(request.input)
         check_tokens(tokens, self._prepared.model.spec.vocab_size)

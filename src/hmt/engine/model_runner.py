@@ -42,6 +42,7 @@ class ModelRunner:
         self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
     ) -> None:
         on_device = memory.on_device
+        self._images, self._host_weights = memory.images, memory.weights
         self._weights = memory.weights if on_device is None else on_device.weights
         observers, self.expert_prefetcher = open_observers(
             prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
@@ -66,6 +67,8 @@ class ModelRunner:
         those of a Step.  Raises what `Executor.run` raises; then `abandon` ends what it left open.
         """
         step = Step.build(output.segments, output.logit_rows)
+        if self._images is not None:
+            step = self._images.fill(step, output, self._host_weights)
         return self.executor.run(step if inputs is None else replace(step, inputs=inputs), viewer)
 
     @property

@@ -92,14 +92,18 @@ class SnapshotReader:
 
     def __init__(self, prepared: Prepared, weights: WeightStore) -> None:
         """`weights` have just been loaded."""
-        sizes, plan, spec = prepared.demand.blocks, prepared.plan, prepared.model.spec
+        demand, plan, spec = prepared.demand, prepared.plan, prepared.model.spec
+        sizes = *demand.blocks, *demand.vision
         self._budgets = plan.budgets
         self._blocks = [size.id for size in sizes]
         self._bytes = np.array([size.slot_bytes for size in sizes])
         self._is_expert = np.array([block.kind is BlockKind.EXPERT for block in self._blocks])
         homes = [plan.homes[block] for block in self._blocks]
         self._at = {tier: np.array([home is tier for home in homes]) for tier in Tier}
-        self.home_bytes = {tier: int(self._bytes[at].sum()) for tier, at in self._at.items()}
+        text = len(demand.blocks)  # a tower is read for images alone
+        self.home_bytes = {
+            tier: int(self._bytes[:text][at[:text]].sum()) for tier, at in self._at.items()
+        }
         self._layers = tuple(expert_layers(spec))
         row = {layer: number for number, layer in enumerate(self._layers)}
         experts = [block for block in self._blocks if block.kind is BlockKind.EXPERT]

@@ -56,6 +56,11 @@ class TokenStream(Iterator[TokenEvent]):
             self._ended = True
             self._cancel(self._sequence)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, those of images included."""
+        return self._sequence.prompt_tokens
+
     def completion(self) -> Completion:
         """All that is left, once it has come.  Raises what failed the request."""
         events = list(self)

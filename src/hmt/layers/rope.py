@@ -41,6 +41,8 @@ class Rotary:
         partial = 1.0 if self._type == "proportional" else _share(parameters)
         self._dim = int(head_dim * partial)
         self._max_positions = max_positions
+        self._sections = tuple(parameters.get("mrope_section") or ())
+        self._interleaved = bool(parameters.get("mrope_interleaved"))
         self._compute = _FREQUENCIES[self._type]
         self.attention_scaling = _attention_scaling(self._type, parameters, max_positions)
         self.border = border_of(parameters, max_positions)
@@ -72,12 +74,40 @@ class Rotary:
         device = step.positions.device
         last = self._last.get(device)
         if last is None or last[0] is not step:
-            angles = step.positions[:, None] * self._step_frequencies(step)
+            frequencies = self._step_frequencies(step)
+            angles = self._places(step) * frequencies
             cos, sin = angles.cos(), angles.sin()
             if self.attention_scaling != 1:
                 cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
             last = self._last[device] = (step, cos, sin)
         return last[1:]
+
+    def _places(self, step: Step) -> Tensor:
+        """What frequencies are multiplied with: int64 [tokens, 1], or [tokens, dim] of axes."""
+        if step.axes is None or not self._sections:
+            return step.positions[:, None]
+        return step.axes.T[:, self.axes().to(step.axes.device)]
+
+    def axes(self) -> Tensor:
+        """Of which of three axes the position turns each number: int64 [dim].
+
+        M-RoPE (arXiv 2409.12191): sections of frequencies, one for time, height and width each; or
+        in turn, as far as the sections of the last two reach.  Raises CheckpointError where the
+        sections are not those of this head.
+        """
+        half, sections = (self._dim + 1) // 2, self._sections
+        known = len(sections) == 3 and all(type(n) is int and n >= 0 for n in sections)
+        if not known or sum(sections) != half:
+            raise CheckpointError(
+                f"mrope_section is {list(sections)}; it must have three numbers, {half} in all"
+            )
+        axes = torch.zeros(half, dtype=torch.int64)
+        for axis in (1, 2):
+            if self._interleaved:
+                axes[axis : 3 * sections[axis] : 3] = axis
+            else:
+                axes[sum(sections[:axis]) : sum(sections[: axis + 1])] = axis
+        return torch.cat((axes, axes))
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """As `cos_sin` of a sequence within the `border`, of int64 positions [n]: f32 [n, dim]."""

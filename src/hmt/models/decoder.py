@@ -13,7 +13,7 @@ from hmt.contracts.model import KVLayer, LayerState, Model, ModelSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, ResidentBlock, Weights
 from hmt.kernels import fused_ops, ops
-from hmt.layers import FusableLayer, FusedLayers, Params, RMSNorm, Router, common_border
+from hmt.layers import FusableLayer, FusedLayers, Params, RMSNorm, Rotary, Router, common_border
 from hmt.models.config import Config, max_context, rotaries
 
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
@@ -96,6 +96,11 @@ class Decoder(ABC, Model):
         for block in ids:
             if block.layer != TRUNK and block.kind is not BlockKind.EXPERT:
                 self._layer_blocks[block.layer].append(block)
+
+    @property
+    def rotaries(self) -> Sequence[Rotary]:
+        """Rotary positions of all layer types."""
+        return self._rotaries
 
     @property
     def final_norm_layer(self) -> RMSNorm:

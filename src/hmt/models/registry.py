@@ -100,6 +100,17 @@ _ALIKE = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
+_ROTARY = ("rope_scaling", "rope_parameters")
+# How their rotary positions have three axes, as their code says; sections where the file has none.
+_INTERLEAVED = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_AXES: dict[str, dict[str, Any]] = {
+    "qwen2_vl_text": {"mrope_section": [16, 24, 24]},
+    "qwen2_5_vl_text": {"mrope_section": [16, 24, 24]},
+    "qwen3_vl_text": _INTERLEAVED,
+    "qwen3_vl_moe_text": _INTERLEAVED,
+    "qwen3_5_text": _INTERLEAVED | {"mrope_section": [11, 11, 10]},
+    "qwen3_5_moe_text": _INTERLEAVED | {"mrope_section": [11, 11, 10]},
+}
 # Multimodal models whose text is that of a causal language model of transformers, in its masks and
 # logits, too: Aya Vision's has no scale of logits, and PaliGemma's prompts see what comes after.
 _PLAIN = ("aria", "exaone4_5", "granite_speech", "granite_speech_plus")
@@ -169,7 +180,8 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if name is None:
         return None
     tied = {k: config[k] for k in ("tie_word_embeddings",) if k in config}
-    rotary = {k: _one_axis(text[k]) for k in ("rope_scaling", "rope_parameters") if k in text}
+    axes = _AXES.get(kind, {})
+    rotary = {k: _one_axis(text[k], axes) for k in _ROTARY if k in text}
     own = {k: value for k, value in text.items() if k != "vision_config"}
     own |= tied | rotary | _FIXED.get(kind, {})
     kind = _FAMILIES[name][0] if name in _FAMILIES else kind
@@ -186,14 +198,18 @@ def _causal(config: Mapping[str, Any], kind: str) -> str | None:
     return found
 
 
-def _one_axis(parameters: Any) -> Any:
-    """Rotary parameters, of type "default" where they are of several axes, which agree for text."""
+def _one_axis(parameters: Any, axes: Mapping[str, Any]) -> Any:
+    """Rotary parameters, of type "default" where they are of several axes, which agree for text.
+
+    `axes`: what they say of these, where the file does not.
+    """
     if not isinstance(parameters, Mapping):
         return parameters
-    return {
+    one = {
         key: "default" if key in ("type", "rope_type") and value == "mrope" else value
         for key, value in parameters.items()
     }
+    return {**axes, **one, **{key: axes[key] for key in axes if key == "mrope_interleaved"}}
 
 
 def _is_left(name: str, config: Mapping[str, Any]) -> bool:

@@ -41,7 +41,7 @@ _CODES: Final = {
 # conversation whole.
 _ANTHROPIC_CODES: Final = ("thread_not_found",)
 
-_BLOCKS: Final = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
+_BLOCKS: Final = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 _ANTHROPIC_PATH: Final = "/v1/messages"
 _ANTHROPIC: Final = {
     400: "invalid_request_error",

@@ -106,11 +106,13 @@ class Service:
 
     def _request(self, request: ApiRequest, tokens: list[int]) -> Request:
         longest, room = request.max_new_tokens, max(1, self.max_positions - len(tokens))
-        if longest is None:
+        if request.images and longest in (None, -1) and not request.min_tokens:
+            longest = None  # the engine knows what is left beside them
+        elif longest is None:
             longest = min(room, max(self.config.default_new_tokens, request.min_tokens))
         elif longest == -1:
             longest = room
-        if longest < request.min_tokens:
+        if longest is not None and longest < request.min_tokens:
             raise ApiError(
                 400,
                 f"at least {request.min_tokens} tokens were asked for; the answer may have "

@@ -66,7 +66,11 @@ class DeviceStages:
             step, where = self._steps[None], self._devices[device].where
             tensors = step.token_ids, step.positions, step.logit_rows
             ids, positions, rows = (tensor.to(where, non_blocking=True) for tensor in tensors)
-            self._steps[device] = Step(ids, positions, step.segments, rows)
+            axes = None if step.axes is None else step.axes.to(where, non_blocking=True)
+            self._steps[device] = Step(
+                ids, positions, step.segments, rows,
+                axes=axes, image_rows=step.image_rows, layer_features=step.layer_features,
+            )  # fmt: skip
         return self._steps[device]
 
     def fetch(self, hidden: torch.Tensor, stage: int) -> torch.Tensor:
@@ -257,7 +261,7 @@ class OverlappedExecutor(Executor):
         places.begin(step)
         self._stages.begin()
         self.surveys = ()
-        if self.graphs is not None:
+        if self.graphs is not None and (step.axes is None and step.image_rows is None):
             logits = self.graphs(step)
             self.has_captured = self.graphs.has_captured
             if logits is not None:

@@ -38,6 +38,7 @@ class ObservedModel:
         self._sparse = {b.id.layer for b in model.spec.blocks if b.id.kind is BlockKind.EXPERT}
         self.expected_experts = model.expected_experts
         self.angles = model.angles
+        self.encoder = model.encoder
 
     def layer(
         self, index: int, hidden: torch.Tensor, step: Step, weights: Weights, kv: KVCache

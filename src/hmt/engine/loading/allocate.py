@@ -11,6 +11,7 @@ from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.experts.trace_recorder import open_trace
+from hmt.engine.images import ImageStore
 from hmt.engine.loading.device import load_on_device
 from hmt.engine.loading.disk import spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
@@ -21,6 +22,8 @@ from hmt.hardware.machine import remembered
 from hmt.memory import Account, HostPool, Ledger, keep_freed_activations
 from hmt.memory.device import Device
 from hmt.weights import WeightStore, open_policy
+
+_NO_POOLS = ("activations", "images")  # torch's memory, of which accounts keep count
 
 
 def allocate(
@@ -86,6 +89,10 @@ def allocate(
             # comes before the next step then.
             stack.enter_context(on_device.device.compute_stream())
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
+        images = None
+        if model.encoder is not None:
+            images = ImageStore(model.encoder, accounts["images"])
+            stack.callback(images.close)
         trace = None
         if config.expert_trace is not None:
             name, blocks = prepared.source.path.name, prepared.demand.blocks
@@ -100,6 +107,7 @@ def allocate(
             trace=trace,
             on_devices=on_devices,
             prefixes=prefixes,
+            images=images,
         )
 
 
@@ -155,7 +163,7 @@ def _leave_to_torch(activations: Account, stack: ExitStack) -> None:
 
 
 def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, HostPool]:
-    """A pool for every account but the activations', which are torch's."""
+    """A pool for every account but those of torch's memory."""
     homes = prepared.plan.homes
     sizes = {
         tier: {layout.slot_bytes for b, layout in prepared.layouts.items() if homes[b] is tier}
@@ -168,5 +176,5 @@ def _pools(accounts: Mapping[str, Account], prepared: Prepared) -> dict[str, Hos
             account, announced.get(purpose, ()), poison=poison, packed=purpose == "kv"
         )
         for purpose, account in accounts.items()
-        if purpose != "activations"
+        if purpose not in _NO_POOLS
     }

@@ -82,6 +82,8 @@ def demand_of(
     distinct = list({id(layout): layout for layout in layouts.values()}.values())
     sizes = {id(layout): layout.size for layout in distinct}
     numbers = {id(layout): layout.parameter_bytes for layout in distinct}
+    blocks = [replace(sizes[id(layout)], id=b) for b, layout in layouts.items()]
+    vision = tuple(block for block in blocks if block.id.kind is BlockKind.VISION)
     tables = [table for layout in layouts.values() for table in layout.tables.values()]
     on_device, on_host, on_disk = kv_quant
     number = page_encoding(on_device, model.dtype).dtype
@@ -92,7 +94,10 @@ def demand_of(
     pages = kv_sizes(layers, model.dtype, on_host, on_disk, selection_of(config), on_device)
     return Demand(
         spec=spec,
-        blocks=tuple(replace(sizes[id(layout)], id=b) for b, layout in layouts.items()),
+        blocks=tuple(block for block in blocks if block.id.kind is not BlockKind.VISION),
+        vision=vision,
+        passing_bytes=max((block.slot_bytes for block in vision), default=0),
+        image_bytes=0 if model.encoder is None else model.encoder.most_bytes,
         staging_bytes=max(layout.staging_bytes for layout in distinct),
         row_bytes=max((row_span_bytes(table) for table in tables), default=0),
         kv_token_bytes=page_bytes(layers.values(), number) // PAGE_TOKENS,
@@ -105,7 +110,9 @@ def demand_of(
         batch=config.max_batch,
         prefetch_experts=config.expert_prefetch and config.executor == "overlapped",
         row_sums_bytes=sum(table.sums.kept_bytes for table in tables if table.sums is not None),
-        parameter_bytes=sum(numbers[id(layout)] for layout in layouts.values()),
+        parameter_bytes=sum(
+            numbers[id(layout)] for b, layout in layouts.items() if b.kind is not BlockKind.VISION
+        ),
         experts_alike=experts_alike_by_layer(layouts),
         matrix_bytes=max(
             max(map(prod, _matrices(distinct, *_DENSE)), default=0) * model.dtype.itemsize,

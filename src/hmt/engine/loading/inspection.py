@@ -20,7 +20,7 @@ from hmt.contracts.model import PAGE_TOKENS, Model, ModelSpec
 from hmt.engine.loading.source import Source, open_source
 from hmt.kernels.describe import kernel_name
 from hmt.kvcache import page_bytes
-from hmt.models import open_model
+from hmt.models import open_model, with_vision
 from hmt.quant import Format, empty_weight
 from hmt.weights import BlockLayout, named
 from hmt.weights.binding import BoundParam
@@ -104,6 +104,7 @@ def inspect(path: Path) -> Inspection:
     dtype = torch.bfloat16 if "BF16" in source.dtypes else torch.float32
     try:
         model = open_model(source.config, source.path, dtype)
+        model = with_vision(model, source.config, source.path, source.checkpoint.records)
     except CheckpointError as error:
         return _unknown(source, str(error))
     spec = model.spec

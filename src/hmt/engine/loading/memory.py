@@ -8,6 +8,7 @@ from hmt.contracts.kv import KVAccount
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.experts.trace import TraceWriter
+from hmt.engine.images import ImageStore
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.loading.prepare import DraftInputs, Prepared
 from hmt.engine.run_summary import DeviceAccount, ExpertAccount
@@ -30,6 +31,7 @@ class Memory:
     on_devices: tuple[OnDevice, ...] = ()
     prefixes: PrefixCache | None = None
     draft: "LoadedDraft | None" = None
+    images: ImageStore | None = None
 
     @property
     def on_device(self) -> OnDevice | None:

@@ -20,7 +20,7 @@ from hmt.engine.loading.source import Source, open_source
 from hmt.hardware.machine import machine_for, with_device
 from hmt.memory import physical_host_bytes
 from hmt.memory.device import Device
-from hmt.models import open_model
+from hmt.models import open_model, with_vision
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.planner.placement.numa import on_numa_nodes
 from hmt.weights import BlockLayout
@@ -100,6 +100,7 @@ def prepare(
     source = open_source(path)
     dtype = dtype_for(config, source, on_gpu=is_gpu(device))
     model = open_model(source.config, source.path, dtype)
+    model = with_vision(model, source.config, source.path, source.checkpoint.records)
     return prepare_model(source, model, config, host_bytes, device, device_bytes)
 
 

@@ -12,7 +12,7 @@ from hmt.engine.loading.kv_scales import with_scales
 from hmt.engine.loading.model_shapes import read_shape, shape_demand
 from hmt.engine.loading.source import open_source
 from hmt.formats import is_gguf
-from hmt.models import open_model
+from hmt.models import open_model, with_vision
 from hmt.planner import Demand
 from hmt.planner.cost.expert_hit_rate import HitCurve
 from hmt.planner.what_if.scenario import DemandFor, Scenario, ScenarioPlanner
@@ -81,6 +81,7 @@ def _from_weights(path: Path, config: EngineConfig, hits: HitCurve | None) -> De
     source = open_source(path)
     on_gpu = bool(config.gpu_memory_bytes)
     model = open_model(source.config, source.path, dtype_for(config, source, on_gpu=on_gpu))
+    model = with_vision(model, source.config, source.path, source.checkpoint.records)
 
     @cache
     def demand(scheme: str | None) -> Demand:

@@ -42,7 +42,8 @@ class KVReservation:
         else:
             salt = self._salt(sequence)
             # What is held is not computed, and has nothing to show.
-            tokens = [] if sequence.has_prompt_outputs else sequence.tokens
+            tokens = sequence.content(len(sequence.tokens))
+            tokens = [] if sequence.has_prompt_outputs else tokens
             opened = self._prefixes.open(positions, tokens, salt, spare=spare)
             if opened is None:
                 return False
@@ -128,7 +129,7 @@ class KVReservation:
         if self._prefixes is None:
             self._kv.close(sequence.kv)
         else:
-            computed = sequence.tokens[: sequence.computed]
+            computed = sequence.content(sequence.computed)
             leave = self._prefixes.set_aside if others_need else self._prefixes.leave
             try:
                 leave(sequence.kv, computed, self._salt(sequence), sequence.owner)
@@ -143,7 +144,7 @@ class KVReservation:
         if self._prefixes is None:
             self._kv.close(sequence.kv)
         else:
-            computed = sequence.tokens[: sequence.computed]
+            computed = sequence.content(sequence.computed)
             salt, owner = self._salt(sequence), sequence.owner
             self._prefixes.close(sequence.kv, computed, salt, owner)
         sequence.kv, sequence.reserved_tokens = None, 0
@@ -154,4 +155,5 @@ class KVReservation:
             return sequence.computed
         if self._prefixes is None or sequence.has_prompt_outputs:
             return 0
-        return self._prefixes.shared(sequence.tokens, self._salt(sequence))
+        tokens = sequence.content(len(sequence.tokens))
+        return self._prefixes.shared(tokens, self._salt(sequence))

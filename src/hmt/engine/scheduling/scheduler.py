@@ -204,6 +204,8 @@ class Scheduler:
             sequence.number,
             len(drafts),
             preceding=tuple(sequence.tokens[max(0, first - self._token_window) : first]),
+            images=sequence.image_tokens(first, last),
+            axes=sequence.axes_of(first, last + len(drafts)),
         )
 
     def take_back(self, sequence: SequenceState) -> None:

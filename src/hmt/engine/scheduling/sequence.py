@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from hmt.base.errors import HMTError
 from hmt.contracts.request import FinishReason, Pooling
+from hmt.contracts.step import ImageTokens
 from hmt.engine.scheduling.batch_limit import MemoryPressure
 
 _numbers = itertools.count(1)
 # Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
 # stays: so all end.
 _MAX_PREEMPTIONS = 2
+_SPREAD, _MOST = 0x9E3779B97F4A7C15, 1 << 62
 
 
 class PromptEnd:
@@ -50,6 +52,8 @@ class SequenceState:
     diverged_at       token of the prompt at which it differed from every sequence in the prefix
                       cache; None: the cache was not asked
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
+    images            tokens of the prompt that stand for images, and `image_hold` which keeps these
+    axes              rotary positions of the prompt's tokens on three axes; (): by their places
     deadline_s        time.monotonic() at which it fails if it has not ended; None: never
     """
 
@@ -79,6 +83,9 @@ class SequenceState:
     diverged_at: int | None = None
     submitted_s: float = field(default_factory=time.perf_counter)
     admitted_s: float | None = None
+    images: tuple[ImageTokens, ...] = ()
+    image_hold: object = None
+    axes: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         self.prefill_tokens = self.whole = self.prompt_tokens
@@ -120,6 +127,41 @@ class SequenceState:
         if self.pooling is None:
             return scored, 0
         return scored, count if self.pooling is Pooling.MEAN else int(count == left)
+
+    def image_tokens(self, first: int, last: int) -> tuple[ImageTokens, ...]:
+        """Of tokens [first, last), those that stand for images; offsets are from `first`."""
+        spans = []
+        for key, row, offset, count in self.images:
+            begin, end = max(first, offset), min(last, offset + count)
+            if begin < end:
+                spans.append(ImageTokens(key, row + begin - offset, begin - first, end - begin))
+        return tuple(spans)
+
+    def axes_of(self, first: int, last: int) -> tuple[tuple[int, ...], ...]:
+        """Rotary positions of tokens [first, last) on three axes; (): by their places.
+
+        Those behind the prompt go on behind the largest of it.
+        """
+        if not self.axes:
+            return ()
+        known = len(self.axes[0])
+        shift = max(map(max, self.axes)) + 1 - known
+        behind = tuple(range(max(first, known) + shift, last + shift))
+        return tuple(axis[first:last] + behind for axis in self.axes)
+
+    def content(self, count: int) -> list[int]:
+        """What the KV of the first `count` tokens depends on: equal where that is.
+
+        For tokens that stand for images, negative numbers of 62 bits, made of the image.
+        """
+        if not self.images:
+            return self.tokens[:count]
+        content = self.tokens[:count]
+        for key, row, offset, rows in self.images:
+            begin = int(key[:15], 16) << 2
+            for number in range(max(0, min(rows, count - offset))):
+                content[offset + number] = -1 - (begin ^ (row + number) * _SPREAD) % _MOST
+        return content
 
     def fail(self, error: HMTError) -> None:
         """End with an error, which the request's owner is told."""

@@ -58,6 +58,8 @@ class Demand:
     prefix_bytes        what pages pass through that are kept on the disk for other sequences
     kv_sizes            of pages in several tiers; None: all lie where layers compute
     experts_alike       whether any expert of a layer may take the place of any other of it
+    vision          blocks of a vision tower, which are at home on the disk and pass through slots
+    image_bytes     that images of prompts may take, if there is room; 0: it sees none
     hits                of caches of experts, as a trace or runs tell; None: as usual
     """
 
@@ -82,12 +84,24 @@ class Demand:
     expert_token_bytes: int = 0
     prefix_bytes: int = 0
     kv_sizes: KVTierSizes | None = None
+    vision: tuple[BlockSize, ...] = ()
+    image_bytes: int = 0
     hits: HitCurve | None = None
 
     @property
     def state_slots(self) -> int:
         """Recurrent states that there is room for: of sequences that run, and spare ones."""
         return self.batch + self.spare_states
+
+    @property
+    def vision_bytes(self) -> int:
+        """Memory that all blocks of the tower take together."""
+        return sum(block.slot_bytes for block in self.vision)
+
+    @property
+    def vision_slot_bytes(self) -> int:
+        """Memory that the largest of them takes."""
+        return max((block.slot_bytes for block in self.vision), default=0)
 
     @property
     def weight_bytes(self) -> int:

@@ -51,9 +51,10 @@ class Prediction:
 
 
 def plan_kind(plan: Plan) -> str:
-    """The tiers in which weights live, such as "device+host"; tables that are looked up aside.
+    """The tiers in which weights live, such as "device+host"; tables and towers aside.
 
     What runs of one kind of plan took says little of those of another.
     """
-    homes = {home for block, home in plan.homes.items() if block.kind is not BlockKind.EMBEDDING}
+    aside = BlockKind.EMBEDDING, BlockKind.VISION
+    homes = {home for block, home in plan.homes.items() if block.kind not in aside}
     return "+".join(tier.value for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK) if tier in homes)

@@ -169,7 +169,7 @@ def _better_with_tables(demand: Demand, machine: Machine, plan: Plan) -> Plan:
         plan,
         homes={**plan.homes, **dict.fromkeys((table.id for table in tables), Tier.HOST)},
         reserved={**plan.reserved, "resident": resident, "slots": slots - nbytes},
-        slot_counts=slot_counts(streamed, slots - nbytes),
+        slot_counts=slot_counts(streamed, slots - nbytes - demand.vision_slot_bytes),
     )
     before, after = (
         CostModel(workload_of(demand, one), machine).decode(1, 0).seconds for one in (plan, kept)
@@ -284,7 +284,9 @@ def _with_device(
         kv_token_bytes=kv_token_bytes(demand, on_host),
         sequence_bytes=sequence_bytes(demand, on_host),
         # A block goes to the device from a slot in host memory.
-        passing_bytes=max((b.slot_bytes for b in demand.blocks if b.id in on_device), default=0),
+        passing_bytes=max(
+            (demand.passing_bytes, *(b.slot_bytes for b in demand.blocks if b.id in on_device))
+        ),
     )
     options = replace(options, context=context, max_prefill_tokens=_chunk(demand, options))
     # Layers of the CPU keep everything in host memory, and those of the device what is not near.
@@ -293,6 +295,7 @@ def _with_device(
         beside = kv_bytes(rest, context) + host_bytes(levels, demand.kv_sizes)
     plan = _on_host(rest, replace(options, host_bytes=mapped), beside)
     homes = {block.id: plan.homes.get(block.id, Tier.DEVICE) for block in demand.blocks}
+    homes |= {block.id: Tier.DISK for block in demand.vision}
     return replace(
         plan,
         homes=homes,
@@ -319,13 +322,15 @@ def _on_host(demand: Demand, options: PlanOptions, kv: int | None = None) -> Pla
         while free < 0:  # the largest tables stay on the disk
             free += tables[-1].slot_bytes
             homes[tables.pop().id] = Tier.DISK
-        slots = demand.passing_bytes
+        # What is left keeps a tower in memory once an image has come.
+        slots = max(demand.passing_bytes, min(demand.vision_bytes, demand.passing_bytes + free))
         distance = distance or 0
     else:
         distance = 2 if distance is None else distance
         homes, slots = _place(demand, left - demand.passing_bytes, smallest, distance)
         slots = slots + demand.passing_bytes
     resident = sum(b.slot_bytes for b in demand.blocks if homes[b.id] is Tier.HOST)
+    homes |= {block.id: Tier.DISK for block in demand.vision}
     return Plan(
         homes=homes,
         budgets={Tier.HOST: options.host_bytes},
@@ -334,7 +339,8 @@ def _on_host(demand: Demand, options: PlanOptions, kv: int | None = None) -> Pla
         max_prefill_tokens=_chunk(demand, options),
         kv_tokens=_positions(demand, fixed["kv"], options, options.host_bytes - needed),
         slot_counts=slot_counts(
-            [b for b in _streamable(demand) if homes[b.id] is Tier.DISK], slots
+            [b for b in _streamable(demand) if homes[b.id] is Tier.DISK],
+            slots - demand.vision_slot_bytes,
         ),
     )
 
@@ -362,7 +368,9 @@ def _reserve(
     most = max(_MOST_ROWS, most) * row
     rows = min(most, max(row, round_down(spare // 16, _MEMORY_PAGE_BYTES)))
     context = _context(demand, options, spare // 4)
+    images = round_down(min(demand.image_bytes, spare // 8), _MEMORY_PAGE_BYTES)
     return {
+        **({"images": images} if demand.image_bytes else {}),
         "activations": host_activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
         "prefixes": round_up(demand.prefix_bytes, _MEMORY_PAGE_BYTES),

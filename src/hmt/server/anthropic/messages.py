@@ -59,10 +59,12 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         grammar=called or body.grammar,
         formed="tools" if called else "output_config",
         cache_salt=body.cache_salt or "",
+        images=body.images,
     )
     prompts: list[list[int]] = []
 
     def encode() -> list[list[int]]:
+        service.model.check_images(len(body.images))
         formed = called is None and asked.grammar is not None
         prompts.append(_prompt(tokenizer, body, thought, formed=formed, most=service.max_positions))
         return prompts

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from hmt.contracts.request import Grammar, GrammarKind, Sampling
@@ -16,6 +16,7 @@ from hmt.server.anthropic.unused import (
     TURN_REFUSED,
 )
 from hmt.server.fields import Fields, unsupported, wrong
+from hmt.server.images import content_of, file_of_base64
 from hmt.server.openai.schemas import MAX_STOPS, CacheSalt, Stop
 from hmt.server.openai.tools import MAX_TOOLS
 
@@ -34,6 +35,33 @@ class TextBlock(Block):
 
 
 Text = str | Annotated[list[TextBlock], Field(min_length=1)]
+
+
+class ImageSource(Fields):
+    """Where an image comes from: the request itself."""
+
+    type: Literal["base64"]
+    media_type: str
+    data: str
+
+
+class ImageBlock(Block):
+    """An image."""
+
+    type: Literal["image"]
+    source: ImageSource
+    _file: bytes = PrivateAttr(b"")
+
+    @model_validator(mode="after")
+    def _decoded(self) -> Self:
+        self._file = file_of_base64(self.source.data, self.source.media_type, "source")
+        self.source.data = ""
+        return self
+
+    @property
+    def file(self) -> bytes:
+        """The image's file."""
+        return self._file
 
 
 class ThinkingBlock(Block):
@@ -70,7 +98,7 @@ class ToolResultBlock(Block):
 
 
 AnyBlock = Annotated[
-    TextBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
+    TextBlock | ImageBlock | ThinkingBlock | RedactedBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
 _SPEAKER = {
@@ -78,6 +106,7 @@ _SPEAKER = {
     "redacted_thinking": "assistant",
     "tool_use": "assistant",
     "tool_result": "user",
+    "image": "user",
 }
 
 
@@ -97,6 +126,12 @@ class Turn(Fields):
                 raise wrong("content", f"{block.type} is not what the {self.role} says")
         return self
 
+    @property
+    def images(self) -> list[bytes]:
+        """Files of its images, in order."""
+        blocks = self.content if isinstance(self.content, list) else ()
+        return [block.file for block in blocks if isinstance(block, ImageBlock)]
+
     def plain(self) -> list[dict[str, Any]]:
         """As chat templates take it: results of tools are messages of their own."""
         if isinstance(self.content, str):
@@ -106,7 +141,13 @@ class Turn(Fields):
             for one in self.content
             if isinstance(one, ToolResultBlock)
         ]
-        text = "".join(one.text for one in self.content if isinstance(one, TextBlock))
+        text = content_of(
+            [
+                one.text if isinstance(one, TextBlock) else None
+                for one in self.content
+                if isinstance(one, TextBlock | ImageBlock)
+            ]
+        )
         calls = [
             {"id": one.id, "type": "function",
              "function": {"name": one.name, "arguments": one.input}}
@@ -266,6 +307,11 @@ class Counted(Fields):
         """As chat templates take it."""
         system = [] if self.system is None else [{"role": "system", "content": plain(self.system)}]
         return system + [message for turn in self.messages for message in turn.plain()]
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """Files of all images, in order."""
+        return tuple(image for turn in self.messages for image in turn.images)
 
     @property
     def callable(self) -> list[dict[str, Any]]:

@@ -45,7 +45,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         limit=body.thinking_token_budget,
         tools=bool(tools),
     )
-    wanted = replace(wanted, reasoning_tokens=thought.limit)
+    images = tuple(image for message in body.messages for image in message.images)
+    wanted = replace(wanted, reasoning_tokens=thought.limit, images=images)
     style = style_of(tokenizer) if tools else None
     if style is not None and body.must_call:
         form, formed = form_of_calls(style, body.forced, tokenizer), "tools"
@@ -54,6 +55,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     prompts: list[list[int]] = []
 
     def encode() -> list[list[int]]:
+        service.model.check_images(len(images))
         prompts.append(
             tokenizer.chat_prompt(
                 messages,

@@ -4,10 +4,11 @@ import json
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from hmt.server.fields import Fields, wrong
+from hmt.server.images import content_of, file_of_url
 from hmt.server.openai.unused import MESSAGE_IGNORED, MESSAGE_REFUSED
 
 # Of chat_template_kwargs: what the request says elsewhere.
@@ -17,8 +18,16 @@ RESERVED = frozenset(
 )  # fmt: skip
 
 
+class ImageUrl(Fields):
+    """An image as a data URL."""
+
+    IGNORED = {"detail": "images are encoded as large as the model takes them"}  # noqa: RUF012
+
+    url: str
+
+
 class Part(Fields):
-    """A part of a message's content: text, or an earlier answer's refusal to answer."""
+    """A part of a message's content: text, an image, or an earlier answer's refusal to answer."""
 
     IGNORED = {  # noqa: RUF012
         "cache_control": "prompts are cached as --prefix-cache says",
@@ -26,20 +35,31 @@ class Part(Fields):
         "annotations": "tells of an answer what its text already has",
     }
 
-    type: Literal["text", "refusal"]
+    type: Literal["text", "refusal", "image_url"]
     text: str | None = None
     refusal: str | None = None
+    image_url: ImageUrl | str | None = None
+    _file: bytes | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if (self.text if self.type == "text" else self.refusal) is None:
+        if getattr(self, self.type) is None:
             raise PydanticCustomError("missing", "it is missing", {"param": self.type})
+        if self.type == "image_url" and self.image_url is not None:
+            url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
+            self._file = file_of_url(url, "image_url")
+            self.image_url = None  # of megabytes, which nobody reads again
         return self
+
+    @property
+    def image(self) -> bytes | None:
+        """The file of an image; None of other parts."""
+        return self._file
 
     @property
     def said(self) -> str:
         """The text of either."""
-        return (self.text if self.type == "text" else self.refusal) or ""
+        return self.text or self.refusal or ""
 
 
 class CalledFunction(Fields):
@@ -98,6 +118,8 @@ class Message(Fields):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         spoken = ("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal")
+        if self.images and self.role != "user":
+            raise wrong("content", f"images come from the user, and this is the {self.role}")
         if self.role == "assistant":
             return self  # an answer may have been empty
         for name in spoken:
@@ -113,10 +135,19 @@ class Message(Fields):
         content = self.content or self.refusal or ""
         return content if isinstance(content, str) else "".join(part.said for part in content)
 
+    @property
+    def images(self) -> list[bytes]:
+        """Files of its images, in order."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image for part in parts if part.image is not None]
+
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """As chat templates take it; in the place of images are parts of type "image"."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
-        message: dict[str, Any] = {"role": role, "content": self.text}
+        content: str | list[dict[str, Any]] = self.text
+        if isinstance(self.content, list) and self.images:
+            content = content_of([None if p.image is not None else p.said for p in self.content])
+        message: dict[str, Any] = {"role": role, "content": content}
         if self.name is not None:
             message["name"] = self.name
         if thought := self.reasoning_content or self.reasoning:

@@ -11,6 +11,8 @@ from typing import Final
 
 from hmt.server.fields import Refusal, reasons
 
+_IMAGES: Final = "send images in messages, as parts of type image_url"
+
 # Of all endpoints that answer.
 IGNORED: Final[Mapping[str, str]] = {
     **reasons(
@@ -115,8 +117,8 @@ REFUSED: Final[Mapping[str, Refusal]] = {
     "lora_path": Refusal("adapters are not served"),
     "session_params": Refusal("the server keeps no sessions: send the whole prompt"),
     "moderation": Refusal("the server does not moderate"),
-    "image_data": Refusal("only text is served"),
-    "multimodal_data": Refusal("only text is served"),
+    "image_data": Refusal(_IMAGES),
+    "multimodal_data": Refusal(_IMAGES),
 }  # fmt: skip
 
 _THINKING: Final = 'write chat_template_kwargs, such as {"enable_thinking": false}'
@@ -207,7 +209,7 @@ MESSAGE_IGNORED: Final[Mapping[str, str]] = {
 _CONTINUE: Final = "write continue_final_message beside the messages"
 MESSAGE_REFUSED: Final[Mapping[str, Refusal]] = {
     "audio": Refusal("only text is served: send the transcript as content"),
-    "images": Refusal("only text is served"),
+    "images": Refusal(_IMAGES),
     "prefix": Refusal(_CONTINUE),
     "partial": Refusal(_CONTINUE),
     "tools": Refusal("write tools beside the messages"),

@@ -451,7 +451,7 @@ class WeightStore:
             coldest_first = (
                 cached
                 for cached in map(self._entries.__getitem__, self._policy.eviction_order())
-                if slots.makes_room(cached.layout.slot_bytes, wanted)
+                if slots.makes_room(cached.layout, wanted)
             )
             missing = slots.missing_bytes(wanted)
             victims = choose_victims(coldest_first, missing, priority, force=force)

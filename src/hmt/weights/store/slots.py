@@ -3,7 +3,9 @@
 from collections import Counter
 from collections.abc import Mapping
 
+from hmt.contracts.blocks import BlockKind
 from hmt.memory import HostBuffer, HostPool
+from hmt.weights.layout import BlockLayout
 
 
 class SlotPool:
@@ -42,10 +44,15 @@ class SlotPool:
             return 0
         return nbytes - (self.pool.account.limit_bytes - self.pool.in_use_bytes)
 
-    def makes_room(self, nbytes: int, wanted_bytes: int) -> bool:
-        """Whether a block of `nbytes` that goes is of use to one of `wanted_bytes`."""
+    def makes_room(self, layout: BlockLayout, wanted_bytes: int) -> bool:
+        """Whether a block that goes is of use to one of `wanted_bytes`.
+
+        Parts of a tower are outside of the counts, and may lie in any memory that was free.
+        """
         size = self._size(wanted_bytes)
-        return size not in self._counts or self._size(nbytes) == size
+        if size not in self._counts or layout.id.kind is BlockKind.VISION:
+            return True
+        return self._size(layout.slot_bytes) == size
 
     def _size(self, nbytes: int) -> int:
         """Of the slot that a block of `nbytes` takes: the least that holds it, if there is one."""

@@ -13,6 +13,8 @@ from hmt.kvcache import AnyKV, GraphKVCache, PagedKV, TieredKV
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MAX_PROMPT_LOGIT_ROWS = 32
+# What captured steps read nothing of, or in front of what is captured.
+_OUTSIDE = (BlockKind.EMBEDDING, BlockKind.VISION)
 
 
 def open_graphs(
@@ -40,7 +42,7 @@ def open_graphs(
         return model.spec.uncaptured
     if not graph_ops.has_kernels(device.where):
         return f"{device.name} computes in plain torch"
-    seldom: tuple[BlockKind, ...] = (BlockKind.EMBEDDING, BlockKind.EXPERT)
+    seldom: tuple[BlockKind, ...] = (*_OUTSIDE, BlockKind.EXPERT)
     host_ffn = _leaves_only_networks(model, plan)
     head = all(home is Tier.DEVICE for b, home in plan.homes.items() if b.kind is BlockKind.HEAD)
     seldom += () if head else (BlockKind.HEAD,)
@@ -48,7 +50,7 @@ def open_graphs(
     if homes != {Tier.DEVICE} and not host_ffn:
         return "attention of some layers is not on the GPU"
     if isinstance(kv, TieredKV):
-        homes = {home for b, home in plan.homes.items() if b.kind is not BlockKind.EMBEDDING}
+        homes = {home for b, home in plan.homes.items() if b.kind not in _OUTSIDE}
         if not (homes == {Tier.DEVICE} or host_ffn):
             return "experts are not on the GPU, and neither are all KV pages"
         there = homes == {Tier.DEVICE}
@@ -90,5 +92,6 @@ def _leaves_only_networks(model: Model, plan: Plan) -> bool:
         (BlockKind.FFN, Tier.HOST),
         (BlockKind.EMBEDDING, Tier.HOST),
         (BlockKind.EMBEDDING, Tier.DISK),
+        (BlockKind.VISION, Tier.DISK),
     }
     return away <= known and plan.device.stages >= set(range(model.spec.layers + 1))

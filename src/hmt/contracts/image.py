@@ -1,0 +1,95 @@
+"""Images of a prompt: as they are given, as an encoder takes them, and what it makes of one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hmt.contracts.step import ImageTokens
+from hmt.contracts.store import Weights
+
+# A file's path, a file's bytes (PNG, JPEG, WebP or GIF), or a PIL.Image.
+ImageInput = Any
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class PreparedImage:
+    """One image as an encoder takes it, which nothing changes any more.
+
+    key         hexadecimal: a hash of `inputs`, by which equal images are the same
+    inputs      what the encoder is called with, by name
+    tokens      of a prompt that stand for it
+    feature_bytes   of what is made of it
+    work_bytes  what that takes besides, and beside weights
+    """
+
+    key: str
+    inputs: Mapping[str, Tensor]
+    tokens: int
+    feature_bytes: int
+    work_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of `inputs`."""
+        return sum(tensor.nbytes for tensor in self.inputs.values())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ImageFeatures:
+    """What an encoder makes of an image.
+
+    rows    [tokens, hidden_size]: in the place of its tokens' embeddings
+    layers  each [tokens, hidden_size]: added to the hidden states behind the first layers, in
+            order (DeepStack, arXiv 2406.04334)
+    """
+
+    rows: Tensor
+    layers: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        return sum(rows.nbytes for rows in (self.rows, *self.layers))
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A prompt in which tokens stand for images.
+
+    tokens     with as many for each image as it has rows
+    positions  rotary positions of each token on three axes, each as many as there are tokens; ():
+               those of the tokens' places, for models whose positions have one axis
+    """
+
+    tokens: list[int]
+    images: tuple[ImageTokens, ...]
+    positions: tuple[tuple[int, ...], ...] = ()
+
+
+class ImageEncoder(Protocol):
+    """A vision tower, and what prepares images for it.  For any thread, but for `encode`.
+
+    most_bytes   that images may take: while one is decoded and encoded, and as they are kept
+    """
+
+    most_bytes: int
+
+    def prepare(self, pixels: Tensor) -> PreparedImage:
+        """An image of uint8 [height, width, 3].  Raises RequestError where it cannot be encoded."""
+        ...
+
+    def prompt(self, tokens: list[int], images: list[PreparedImage]) -> ImagePrompt:
+        """A prompt in which one token stands for each image, with as many as each has.
+
+        Raises RequestError unless there are as many of these as images.
+        """
+        ...
+
+    def encode(self, image: PreparedImage, weights: Weights) -> ImageFeatures:
+        """What layers compute from in the place of the image's tokens.  Leases blocks one by one.
+
+        Equal for equal images, whatever is computed beside them.
+        """
+        ...

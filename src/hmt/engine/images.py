@@ -1,0 +1,186 @@
+"""Images of requests: prepared on callers' threads, encoded where a step first needs one."""
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+
+from hmt.base.errors import BudgetError, RequestError
+from hmt.base.units import format_bytes
+from hmt.contracts.image import ImageEncoder, ImageFeatures, ImageInput, PreparedImage
+from hmt.contracts.step import SchedulerOutput, Step
+from hmt.contracts.store import Weights
+from hmt.memory import Account
+from hmt.models.vision import PIXEL_BYTES, ImageDecoder, file_bytes, pixels_of
+
+MOST_IMAGES: Final = 64  # of one request
+
+
+class ImageHold:
+    """Images that a request keeps; they go when this does."""
+
+
+class ImageStore:
+    """Prepared images of requests that have not ended, and features of those encoded by now.
+
+    All of it, and what encoding takes, is charged to an account before it is taken: while a file is
+    decoded by the size that it says it has.  `hold` is for any thread, `features` for the engine's.
+    """
+
+    def __init__(self, encoder: ImageEncoder, account: Account) -> None:
+        self._encoder = encoder
+        self._account = account
+        self._decoder = ImageDecoder()
+        self._lock = threading.RLock()  # a hold may go while it is taken
+        self._images: dict[str, PreparedImage] = {}
+        self._uses: Counter[str] = Counter()
+        self._features: dict[str, ImageFeatures] = {}
+        self._decoding: Counter[int] = Counter()  # images that are decoded now, by bytes
+        self._closed = False
+
+    def hold(self, images: Sequence[ImageInput]) -> tuple[list[PreparedImage], ImageHold]:
+        """Prepare images, which stay as long as the hold.
+
+        Raises RequestError for what is no image or can never be encoded in this budget, BudgetError
+        where others' images leave no room now.
+        """
+        if len(images) > MOST_IMAGES:
+            raise RequestError(f"{len(images)} images were given; a request may have {MOST_IMAGES}")
+        hold, keys = ImageHold(), list[str]()
+        weakref.finalize(hold, self._release, keys).atexit = False
+        prepared = []
+        for image in images:
+            made = self._prepared(image, keys)
+            with self._lock:
+                self._uses[made.key] += 1  # first: a hold may go at any time
+                keys.append(made.key)
+                known = self._images.setdefault(made.key, made)
+                self._settle(f"an image of {made.tokens} tokens", keys)
+            prepared.append(known)
+        return prepared, hold
+
+    def features(self, key: str, weights: Weights) -> ImageFeatures:
+        """Of an image that a request holds.  Encodes it if it has not been."""
+        with self._lock:
+            found, image = self._features.get(key), self._images[key]
+        if found is None:
+            found = self._encoder.encode(image, weights)
+            with self._lock:
+                if key in self._images:
+                    self._features[key] = found
+        return found
+
+    def fill(self, step: Step, output: SchedulerOutput, weights: Weights) -> Step:
+        """`step` with features of the images that tokens of `output` stand for.  Encodes these."""
+        rows: list[torch.Tensor] = []
+        features: list[torch.Tensor] = []
+        layers: list[tuple[torch.Tensor, ...]] = []
+        for segment, run in zip(output.segments, step.segments, strict=True):
+            for span in segment.images:
+                found = self.features(span.key, weights)
+                begin, part = run.offset + span.offset, slice(span.first, span.first + span.length)
+                rows.append(torch.arange(begin, begin + span.length))
+                features.append(found.rows[part])
+                layers.append(tuple(layer[part] for layer in found.layers))
+        if not rows:
+            return step
+        return replace(
+            step,
+            image_rows=torch.cat(rows),
+            image_features=torch.cat(features),
+            layer_features=tuple(torch.cat(parts) for parts in zip(*layers, strict=True)),
+        )
+
+    def close(self) -> None:
+        """Let all go."""
+        with self._lock:
+            self._closed = True
+            for kept in (self._images, self._uses, self._features, self._decoding):
+                kept.clear()
+            self._settle("")
+        self._decoder.close()
+
+    def _prepared(self, image: ImageInput, own: Sequence[str]) -> PreparedImage:
+        data = file_bytes(image)
+        width, height = image.size if data is None else self._decoder.size(data)
+        what = f"an image of {width} x {height} pixels"
+        with self._room(PIXEL_BYTES * width * height, what, own):
+            pixels = pixels_of(image) if data is None else self._decoder.pixels(data)
+            return self._encoder.prepare(pixels)
+
+    @contextmanager
+    def _room(self, nbytes: int, what: str, own: Sequence[str]) -> Iterator[None]:
+        with self._lock:
+            self._decoding[nbytes] += 1
+            try:
+                self._settle(what, own)
+            except BaseException:
+                self._decoding[nbytes] -= 1
+                raise
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._decoding[nbytes] -= 1
+                self._settle("")
+
+    def _release(self, keys: list[str]) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            for key in keys:
+                self._uses[key] -= 1
+                if not self._uses[key]:
+                    del self._uses[key], self._images[key]
+                    self._features.pop(key, None)
+            self._settle("")
+
+    def _settle(self, what: str, own: Sequence[str] = ()) -> None:
+        """Let the account say what is held.
+
+        Raises RequestError where `what` is new does not fit beside the request's `own` images,
+        BudgetError where it does not beside others.
+
+        Images are encoded one after the other, so that the work of one is held.
+        """
+        if self._closed and what:
+            raise BudgetError("the model was closed while an image was prepared")
+        images = list(self._images.values())
+        held = sum(image.nbytes + image.feature_bytes for image in images)
+        held += max((image.work_bytes for image in images), default=0)
+        held += sum(nbytes * count for nbytes, count in self._decoding.items())
+        more = held - self._account.used_bytes
+        if more <= 0:
+            self._account.release(-more)
+        elif not self._account.try_charge(more):
+            most = self._account.limit_bytes
+            said = f"{what} takes {format_bytes(more)} more of the {format_bytes(most)} for images"
+            if self._images.keys() <= set(own) and self._decoding.total() <= 1:
+                raise RequestError(f"{said}: make it smaller, or raise --host-memory")
+            raise BudgetError(f"{said}, of which others hold the rest: try again later")
+
+
+def placed(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """Messages of a chat with a part for each of `count` images.
+
+    As they are where they have any; else in front of what the user has said last.
+    """
+    held = list(messages)
+    parts = [p for message in held for p in _parts(message) if p.get("type") == "image"]
+    users = [number for number, message in enumerate(held) if message.get("role") == "user"]
+    if parts or not users or not count:
+        return held
+    last = held[users[-1]]
+    text = _parts(last) or [{"type": "text", "text": last.get("content", "")}]
+    held[users[-1]] = {**last, "content": [{"type": "image"}] * count + text}
+    return held
+
+
+def _parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []

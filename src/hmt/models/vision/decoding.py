@@ -1,0 +1,129 @@
+"""From an image file to pixels: decoded in a child process, within limits."""
+
+import threading
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from hmt.base.errors import ConfigError, MachineError, RequestError
+from hmt.base.units import format_bytes
+from hmt.contracts.image import ImageInput
+from hmt.sandbox import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker
+
+MOST_FILE_BYTES: Final = 32 << 20
+MOST_PIXELS: Final = 1 << 25  # 5792 x 5792
+# Of one pixel while a file is decoded: in the process, on its way, and here.
+PIXEL_BYTES: Final = 3 * 3
+DECODING_BYTES: Final = PIXEL_BYTES * MOST_PIXELS
+_FORMATS: Final = "give a whole file in PNG, JPEG, WebP or GIF"
+# The largest image in four channels, its copy in three, turned, and as bytes.
+_LIMITS: Final = Limits(memory_bytes=640 << 20, cpu_s=10.0)
+_PREPARE: Final = Limits(memory_bytes=512 << 20, cpu_s=20.0)  # importing Pillow
+
+
+class ImageDecoder:
+    """Decodes one image at a time, in one child process.  Safe for use by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+        self._sandbox = Sandbox(
+            "hmt.sandbox.image_decoding:Images",
+            {"most_pixels": MOST_PIXELS},
+            prepare=_PREPARE,
+            worker=_LIMITS,
+        )
+
+    def size(self, image: bytes) -> tuple[int, int]:
+        """Width and height that a file says it has.  Raises RequestError, ConfigError."""
+        said = self._asked(image, decodes=False).message
+        return int(said["width"]), int(said["height"])
+
+    def pixels(self, image: bytes) -> torch.Tensor:
+        """Pixels of a file: uint8 [height, width, 3].  Raises RequestError, ConfigError."""
+        reply = self._asked(image, decodes=True)
+        shape = int(reply.message["height"]), int(reply.message["width"]), 3
+        if len(reply.blob) != shape[0] * shape[1] * 3 or len(reply.blob) > 3 * MOST_PIXELS:
+            raise RequestError(f"an image cannot be decoded: {_FORMATS}")
+        return torch.from_numpy(np.frombuffer(reply.blob, np.uint8).copy().reshape(shape))
+
+    def close(self) -> None:
+        """End the child process."""
+        self._sandbox.close()
+
+    def _asked(self, image: bytes, *, decodes: bool) -> Reply:
+        for again in (True, False):
+            try:
+                with self._lock:
+                    if self._worker is None or self._worker.ended:
+                        self._worker = self._sandbox.fork()
+                    return self._worker.call({"decodes": decodes}, image)
+            except Lost:  # the process was killed from outside
+                if not again:
+                    raise RequestError("an image cannot be decoded now: try again") from None
+            except Refused as error:
+                raise _refusal(error) from None
+            except Ended as error:
+                raise RequestError(f"an image cannot be decoded: {error}; {_FORMATS}") from None
+        raise AssertionError
+
+
+def _refusal(error: Refused) -> Exception:
+    if error.kind == "pixels":
+        width, height = error.more.get("width"), error.more.get("height")
+        return RequestError(
+            f"an image has {width} x {height} pixels; the most is {MOST_PIXELS} in all: make it "
+            "smaller"
+        )
+    if error.kind == "format":
+        return RequestError(f"an image cannot be decoded: {_FORMATS}")
+    if error.more.get("type") in ("ModuleNotFoundError", "ImportError"):
+        return ConfigError(
+            "images are decoded by Pillow, which is not installed: pip install hmt[images]"
+        )
+    return MachineError(f"images cannot be decoded: {error}")
+
+
+def file_bytes(image: ImageInput) -> bytes | None:
+    """The file of an image; None where it is a PIL.Image.  Raises RequestError."""
+    if isinstance(image, bytes):
+        data = image
+    elif isinstance(image, (str, PathLike)):
+        data = _read(Path(image).expanduser())
+    elif hasattr(image, "convert") and hasattr(image, "tobytes"):
+        return None
+    else:
+        raise RequestError(
+            f"an image is {type(image).__name__}; give a path, the bytes of a file, or a PIL.Image"
+        )
+    if len(data) > MOST_FILE_BYTES:
+        raise RequestError(
+            f"an image file has {format_bytes(len(data))}; the most is "
+            f"{format_bytes(MOST_FILE_BYTES)}: make it smaller"
+        )
+    return data
+
+
+def pixels_of(image: Any) -> torch.Tensor:
+    """Pixels of a PIL.Image, which the caller has decoded: uint8 [height, width, 3]."""
+    width, height = image.size
+    if width * height > MOST_PIXELS:
+        raise RequestError(
+            f"an image has {width} x {height} pixels; the most is {MOST_PIXELS} in all: make it "
+            "smaller"
+        )
+    return torch.from_numpy(np.asarray(image.convert("RGB")).copy())
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_FILE_BYTES + 1)
+    except OSError as error:
+        raise RequestError(
+            f"the image {path} cannot be read ({error.strerror}): give a file in PNG, JPEG, WebP "
+            "or GIF"
+        ) from error

@@ -1,0 +1,81 @@
+"""A language model that computes from images' features in the place of tokens' embeddings."""
+
+from torch import Tensor
+from typing_extensions import override
+
+from hmt.contracts.blocks import BlockId
+from hmt.contracts.model import FusedLayers, Model
+from hmt.contracts.step import Step
+from hmt.contracts.store import KVCache, Weights
+from hmt.models.vision.encoder import Encoder
+
+
+class VisionModel(Model):
+    """Implements Model around the language model of one that sees.
+
+    Of steps without images it computes what that does.
+    """
+
+    def __init__(self, base: Model, encoder: Encoder) -> None:
+        self._base = base
+        self.encoder = encoder
+        self.spec, self.dtype = base.spec, base.dtype
+
+    @override
+    def embed(self, step: Step, weights: Weights) -> Tensor:
+        hidden = self._base.embed(step, weights)
+        if step.image_rows is None or step.image_features is None:
+            return hidden
+        rows = step.image_features.to(hidden.device, hidden.dtype)
+        return hidden.index_copy(0, step.image_rows.to(hidden.device), rows)
+
+    @override
+    def layer(
+        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
+    ) -> Tensor:
+        hidden = self._base.layer(index, hidden, step, weights, kv)
+        if index >= len(step.layer_features) or step.image_rows is None:
+            return hidden
+        rows = step.layer_features[index].to(hidden.device, hidden.dtype)
+        return hidden.index_add(0, step.image_rows.to(hidden.device), rows)
+
+    @override
+    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
+        fused = self._base.fused_layers(layers, weights, kv)
+        return None if fused is None else _WithoutAdded(fused)
+
+    @override
+    def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return self._base.normed(hidden, weights)
+
+    @override
+    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
+        return self._base.head(hidden, weights)
+
+    @override
+    def angles(self, step: Step) -> tuple[int, ...]:
+        return self._base.angles(step)
+
+    @override
+    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
+        return self._base.expected_experts(index, hidden, weights)
+
+    @override
+    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
+        return self._base.layer_blocks(index)
+
+
+class _WithoutAdded(FusedLayers):
+    """Layers in one call, but for steps in which something is added between them."""
+
+    def __init__(self, fused: FusedLayers) -> None:
+        self._fused = fused
+
+    @property
+    @override
+    def expert_uses(self):  # type: ignore[no-untyped-def]
+        return self._fused.expert_uses
+
+    @override
+    def __call__(self, hidden: Tensor, step: Step) -> bool:
+        return not step.layer_features and self._fused(hidden, step)

@@ -1,0 +1,173 @@
+"""Whether a model sees images here, and the model that does."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from hmt.base.errors import CheckpointError, HMTError
+from hmt.base.log import logger
+from hmt.contracts.model import Model
+from hmt.models.decoder import Decoder
+from hmt.models.vision.encoder import Encoder, TowerSizes
+from hmt.models.vision.model import VisionModel
+
+# Whose image processor tells of a grid of patches, and whose positions have three axes.
+_OF_GRIDS: Final = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
+_PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
+_TOKENS: Final = ("image_token_id", "image_token_index")
+_MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
+_WRONG: Final = (
+    ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError, HMTError,
+)  # fmt: skip
+
+
+def with_vision(
+    model: Model, config: Mapping[str, Any], folder: Path, names: Collection[str]
+) -> Model:
+    """`model`, with the encoder of images that the checkpoint in `folder` has.
+
+    As it is where there is none, or where HMT cannot run it; then its remarks say why, and requests
+    with images are refused.
+
+    names   of the checkpoint's tensors; none where it is no folder of safetensors
+    """
+    if not isinstance(config.get("vision_config"), Mapping):
+        return model
+    kind = config.get("model_type")
+    if kind not in _OF_GRIDS + _PLAIN:
+        return _without(model, f"HMT has no images for models of type {kind!r:.60}")
+    if not names:
+        return _without(model, "packs and GGUF files hold the part for text alone")
+    if not any((folder / name).is_file() for name in _PROCESSORS):
+        return _without(model, f"there is no preprocessor_config.json in {folder}")
+    try:
+        _check_text(model, axes=kind in _OF_GRIDS)
+        encoder = _opened(config, folder, model.dtype)
+    except _WRONG as error:
+        logger.debug("images cannot be encoded", exc_info=error)
+        said = f"{type(error).__name__}: {error!s:.200}"
+        return _without(model, f"its encoder of images cannot be made ({said})")
+    there = set(names)
+    for block in encoder.tower.blocks:
+        for param in block.params:
+            if not there.intersection(param.sources):
+                return _without(model, f"the checkpoint has no tensor {param.sources[0]}")
+    seeing = VisionModel(model, encoder)
+    seeing.spec = replace(
+        model.spec,
+        blocks=(*model.spec.blocks, *encoder.tower.blocks),
+        remarks=tuple(remark for remark in model.spec.remarks if "text only" not in remark),
+    )
+    return seeing
+
+
+_PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
+
+
+def _without(model: Model, why: str) -> Model:
+    model.spec = replace(model.spec, remarks=(*model.spec.remarks, f"images are refused: {why}"))
+    return model
+
+
+def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Encoder:
+    """Raises errors of many kinds where configurations are not what they should be."""
+    from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
+    from hmt.models.vision.tower import Tower
+
+    whole = module_tree.read(config)
+    tree = module_tree.build(whole, config["architectures"][0], dtype, by_name=False, listed=False)
+    text = tree.model.get_decoder()
+    path = next(name for name, module in tree.model.named_modules() if module is text)
+    tower = Tower(tree.model, path, key_map.find(tree.model))
+    token = next(getattr(whole, name) for name in _TOKENS if hasattr(whole, name))
+    processor = _processor(folder)
+    grid = config["model_type"] in _OF_GRIDS
+    sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
+    axes = tree.model.base_model.get_rope_index if grid else None
+    encoder = Encoder(tower, processor, int(token), sizes, axes)
+    _check_processor(encoder, whole.vision_config, grid=grid)
+    return encoder
+
+
+def _check_text(model: Model, *, axes: bool) -> None:
+    """Raise CheckpointError unless features can take the place of a language model's embeddings.
+
+    axes   whether its positions must have three axes
+    """
+    if not isinstance(model, Decoder):
+        raise CheckpointError("its language model runs through transformers' modules")
+    if model.spec.row_lookups:
+        raise CheckpointError("its layers look tokens up by themselves")
+    if axes and not model.rotaries:
+        raise CheckpointError("its language model has no rotary positions")
+    for rotary in model.rotaries if axes else ():
+        rotary.axes()
+
+
+def _processor(folder: Path) -> Any:
+    """transformers' image processor, by Pillow and numpy: the same wherever torchvision is."""
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(
+        str(folder), backend="pil", local_files_only=True, trust_remote_code=False
+    )
+    for name in ("size", "crop_size"):
+        for key, value in dict(getattr(processor, name, None) or {}).items():
+            most = _MOST_SIDE if key in ("height", "width") else _MOST_SIDE**2
+            if value is not None and not 0 < value <= most:
+                raise ValueError(f"{name} of its image processor has {key} {value}")
+    return processor
+
+
+def _check_processor(encoder: Encoder, vision: Any, *, grid: bool) -> None:
+    """Raise ValueError where the image processor prepares images for another tower."""
+    pixels = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs["pixel_values"]
+    if grid:
+        wanted = 3 * vision.temporal_patch_size * vision.patch_size**2
+        if pixels.dim() != 2 or pixels.shape[1] != wanted:
+            raise ValueError(
+                f"its image processor makes patches of {pixels.shape[-1]}, not {wanted}"
+            )
+    elif pixels.shape != (1, 3, vision.image_size, vision.image_size):
+        raise ValueError(f"its image processor makes images of {list(pixels.shape)}")
+
+
+def _grid_sizes(config: Any, processor: Any) -> TowerSizes:
+    vision = config.vision_config
+    layers = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    if config.vision_config.model_type != "qwen2_vl_vision":
+        width = vision.hidden_size
+    return TowerSizes(
+        width=width,
+        wide=getattr(vision, "intermediate_size", None) or int(4 * width),
+        out_width=config.get_text_config().hidden_size * (1 + layers),
+        patch=vision.patch_size,
+        most_patches=int(processor.size["longest_edge"]) // vision.patch_size**2,
+        merge=vision.spatial_merge_size,
+    )
+
+
+def _plain_sizes(config: Any) -> TowerSizes:
+    vision = config.vision_config
+    first = 1 if vision.model_type == "clip_vision_model" else 0
+    cut = 1 if config.vision_feature_select_strategy == "default" else 0
+    return TowerSizes(
+        width=vision.hidden_size,
+        wide=vision.intermediate_size,
+        out_width=config.get_text_config().hidden_size,
+        patch=vision.patch_size,
+        most_patches=(vision.image_size // vision.patch_size) ** 2,
+        extra=first - cut,
+    )

@@ -1,0 +1,55 @@
+"""Decoding images, in a child process: files of strangers, and decoders in C.
+
+Formats: PNG (RFC 2083), JPEG (ITU-T T.81), WebP (RFC 9649), and the first frame of GIF89a.
+"""
+
+import io
+import warnings
+from typing import Any, Final
+
+from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
+from hmt.sandbox.refusal import Refusal
+
+_FORMATS: Final = tuple(
+    plugin.format
+    for plugin in (
+        GifImagePlugin.GifImageFile,
+        JpegImagePlugin.JpegImageFile,
+        PngImagePlugin.PngImageFile,
+        WebPImagePlugin.WebPImageFile,
+    )
+)
+
+
+class Images:
+    """A role: a worker tells the size of an image, and decodes it."""
+
+    def __init__(self, settings: dict[str, Any], blob: bytes) -> None:
+        """`settings` has "most_pixels", that an image may have."""
+        self._most_pixels: int = settings["most_pixels"]
+        warnings.simplefilter("ignore")  # of bombs, which `_open` refuses
+        Image.init()
+
+    def handle(self, message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
+        """{"decodes": false}: the answer has "width" and "height" of the image in `blob`.
+
+        {"decodes": true}: also its pixels, uint8 [height, width, 3], turned as the file says.
+
+        Transparent pixels have the color that the file gives them.  Raises Refusal of kinds
+        "format", for what is none of the four or damaged, and "pixels".
+        """
+        try:
+            with Image.open(io.BytesIO(blob), formats=_FORMATS) as image:
+                width, height = image.size
+                if width * height > self._most_pixels:
+                    raise Refusal("pixels", "", width=width, height=height)
+                if not message["decodes"]:
+                    return {"width": width, "height": height}, b""
+                turned = ImageOps.exif_transpose(image).convert("RGB")
+                size = {"width": turned.width, "height": turned.height}
+                return size, turned.tobytes()
+        except (Refusal, MemoryError):
+            raise
+        except Exception as error:  # of decoders: OSError, SyntaxError, struct.error, ...
+            raise Refusal("format", "") from error

@@ -1,0 +1,44 @@
+"""`hmt run --image`, and /image in a chat."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from vision_models import picture, publish, vision_model
+
+OPTIONS = ("--host-memory", "64MiB", "--threads", "1", "--max-new-tokens", "5", "--no-summary")
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("seeing")
+    publish(vision_model("llava"), folder)
+    for number in range(2):
+        picture(40, 30, number).save(folder / f"{number}.png")
+    return folder
+
+
+def test_a_prompt_about_images(hmt, seeing):
+    first, second = ("--image", seeing / "0.png"), ("--image", seeing / "1.png")
+    answers = [
+        hmt("run", *OPTIONS, *images, seeing, "What is this?")
+        for images in ((), first, second, (*first, *second))
+    ]
+    assert [answer.code for answer in answers] == [0] * 4
+    assert len({answer.out for answer in answers}) == 4
+
+
+def test_a_chat_shows_images(hmt, seeing, monkeypatch):
+    one = hmt("run", *OPTIONS, "--image", seeing / "0.png", seeing, "What is this?")
+    lines = f"/image {seeing / 'none.png'}\n/image {seeing / '0.png'}\nWhat is this?\nAnd now?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    chat = hmt("run", *OPTIONS, seeing)
+    assert chat.code == 0 and chat.out.startswith(one.out)
+    assert "cannot be read" in chat.err
+
+
+def test_images_need_a_prompt_and_a_model_that_sees(hmt, seeing):
+    assert "/image FILE" in hmt("run", "--image", seeing / "0.png", seeing).err
+    blind = hmt("run", "--host-memory", "16MiB", "--image", seeing / "0.png", "What is this?")
+    assert blind.code != 0 and "reads text only" in blind.err

@@ -1,0 +1,117 @@
+"""Images over HTTP: what official clients send, and what is refused."""
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import openai as package
+import pytest
+from fastapi import FastAPI
+from serving import CHAT, NAME, app_on, http, openai, run
+from test_anthropic_client import client_of
+from vision_models import file_of, picture, publish, vision_model
+
+import hmt
+from hmt.engine import LoadedModel
+
+FILE = file_of(picture(37, 21))
+DATA = base64.b64encode(FILE).decode()
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    folder = tmp_path_factory.mktemp("models") / NAME
+    publish(vision_model("qwen3_vl"), folder)
+    with hmt.Engine(host_memory="96MiB", dtype="float32", context=512, max_batch=4) as engine:
+        yield engine.load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def sees(seeing: LoadedModel) -> FastAPI:
+    return app_on(seeing)
+
+
+def part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "low"}}
+
+
+def asking(*content: Any, role: str = "user") -> dict[str, Any]:
+    messages = [{"role": role, "content": list(content)}]
+    return {"model": NAME, "messages": messages, "max_tokens": 6, "temperature": 0}
+
+
+def wanted(model: LoadedModel, content: list[Any], images: int = 1) -> hmt.Completion:
+    chat = [{"role": "user", "content": content}]
+    return model.infer(hmt.Request(chat, 6, images=(FILE,) * images))
+
+
+def test_openais_client_sends_data_urls(sees: FastAPI, seeing: LoadedModel) -> None:
+    url = part(f"data:image/png;base64,{DATA}")
+    expected = wanted(seeing, [TEXT, {"type": "image"}, TEXT, {"type": "image"}], 2)
+
+    async def work() -> None:
+        async with openai(sees) as client:
+            body = asking(TEXT, url, TEXT, url)
+            done = await client.chat.completions.create(**body)
+            assert done.choices[0].message.content == expected.text
+            assert done.usage.prompt_tokens == expected.prompt_tokens
+            parts = await client.chat.completions.create(**body, stream=True)
+            texts = [one.choices[0].delta.content or "" async for one in parts]
+            assert "".join(texts) == expected.text
+
+    run(work())
+
+
+def test_anthropics_client_sends_blocks(sees: FastAPI, seeing: LoadedModel) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": DATA}
+    content = [{"type": "image", "source": source}, TEXT]
+    expected = wanted(seeing, [{"type": "image"}, TEXT])
+
+    async def work() -> None:
+        async with client_of(sees) as client:
+            messages = [{"role": "user", "content": content}]
+            done = await client.messages.create(
+                model=NAME, max_tokens=6, messages=messages, extra_body={"temperature": 0}
+            )
+        assert "".join(block.text for block in done.content) == expected.text
+        assert done.usage.input_tokens == expected.prompt_tokens
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (part("https://example.com/cat.png"), "not fetched"),
+        (part("http://169.254.169.254/latest"), "not fetched"),
+        (part("file:///etc/passwd"), "data URL"),
+        (part("data:image/svg+xml;base64,PHN2Zy8+"), "PNG"),
+        (part("data:image/png;base64,@@@@"), "base64"),
+        (part(f"data:image/png;base64,{base64.b64encode(FILE[:90]).decode()}"), "decoded"),
+        ({"type": "image_url"}, "missing"),
+    ],
+)
+def test_what_is_no_image_is_refused(content: Any, said: str, sees: FastAPI) -> None:
+    async def work() -> None:
+        async with http(sees) as client:
+            answer = await client.post(CHAT, json=asking(TEXT, content))
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and said in error["message"], error
+        assert error["param"].startswith("messages")
+
+    run(work())
+
+
+def test_images_are_the_users_and_a_model_must_see(app: FastAPI, sees: FastAPI) -> None:
+    url = part(f"data:image/png;base64,{DATA}")
+
+    async def work() -> None:
+        async with http(sees) as client:
+            answer = await client.post(CHAT, json=asking(TEXT, url, role="assistant"))
+            assert answer.status_code == 400 and "from the user" in answer.text
+        async with openai(app) as client:
+            with pytest.raises(package.BadRequestError, match="reads text only"):
+                await client.chat.completions.create(**asking(TEXT, url))
+
+    run(work())
