@@ -16,7 +16,7 @@ from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 
 # What CI has time for, and a GPU: 10,000 in four parts, that run side by side.
-STEPS = {"fake": 200, "0": 2_500}
+STEPS = {"fake": 300, "0": 2_500}
 TEXTS = {"fake": (1, 2), "0": (2, 8)}  # of the models that share the budget, before each has one
 SEEDS = (11, 12, 13, 14)
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
