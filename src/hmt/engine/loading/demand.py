@@ -7,7 +7,6 @@ from math import prod
 
 import torch
 
-from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import Packing
 from hmt.contracts.model import EXPERT_UNPACKED_BYTES, PAGE_TOKENS, Model
