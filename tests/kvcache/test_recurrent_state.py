@@ -100,7 +100,7 @@ class Machine(RuleBasedStateMachine):
         )  # fmt: skip
         assert self.store.checkpoints is not None
         self.checkpoints = self.store.checkpoints
-        self.numbers = count()
+        self.numbers = count(1)  # handles, and pages
         self.texts: list[Text] = []
         self.pages: dict[tuple[int, ...], int] = {}  # by all tokens up to a page's end
 
