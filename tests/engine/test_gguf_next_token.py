@@ -4,6 +4,7 @@ What the checkpoint's predict is compared with transformers in tests/models/test
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_conventions import Conventions, Numbers, conventions
+from reference import MINI_DENSE
 from safetensors.numpy import load_file, save_file
 
 import hmt
@@ -22,7 +24,7 @@ from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
 from hmt.kernels.cpu import extension
 
 OPTIONS: dict[str, Any] = {
-    "host_memory": "256MiB", "context": 64, "dtype": "float32", "activations": "exact",
+    "host_memory": "256MiB", "context": 512, "dtype": "float32", "activations": "exact",
     "speculate": "mtp",
 }  # fmt: skip
 # In a GGUF file, in DeepSeek's and GLM's checkpoints, and in Qwen's.
@@ -62,6 +64,7 @@ def written(name: str, folder: Path) -> tuple[Path, Path]:
         folder / "model.gguf", "F32", changed, guessing=True
     )
     checkpoint = one.write_checkpoint(folder / "checkpoint")
+    shutil.copy(MINI_DENSE / "tokenizer.json", checkpoint)
     tensors = load_file(checkpoint / "model.safetensors")
     at = "mtp.layers.0." if qwen else "model.layers.2."
     [first] = {n.partition("layers.1.")[0] for n in tensors if "layers.1." in n}

@@ -81,30 +81,34 @@ class _Part:
     """Tokens by which states are advanced in one call, some of each run.
 
     entries   of the journal, of which the call has some: numbers of the flat [slots * drafts]
-    order     indices of what the call has: of the step's tokens, or behind these of `entries`
-    results   indices of what belongs to the step's tokens
+    tokens    of the step, the same
+    order     of what the call has, in turn: whether it is of the journal, and which of these
+    results   indices of what belongs to `tokens`
     copies    slots that are copied afterwards, and to which
     """
 
     runs: list[StateRun] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
-    order: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    order: list[tuple[bool, int]] = field(default_factory=list)
     results: list[int] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, run: StateRun, entries: range, tokens: int) -> None:
-        """Tokens of the journal, and then the run's own, if it has any; `tokens` of the step."""
-        offset = len(self.order)
-        self.order += range(tokens + len(self.entries), tokens + len(self.entries) + len(entries))
-        self.order += range(run.offset, run.offset + run.length)
+    def add(self, run: StateRun, entries: range) -> None:
+        """Tokens of the journal, and then the run's own, if it has any."""
+        offset, own = len(self.order), range(run.offset, run.offset + run.length)
+        self.order += ((True, len(self.entries) + n) for n in range(len(entries)))
+        self.order += ((False, len(self.tokens) + n) for n in range(len(own)))
         self.entries += entries
+        self.tokens += own
         self.results += range(offset + len(entries), len(self.order))
         length = len(entries) + run.length
         self.runs.append(StateRun(run.slot, offset, length, run.begins, run.drafts))
 
     def indices(self, where: torch.device) -> tuple[Tensor, ...]:
-        """`entries`, `order` and `results`, int64 on a device."""
-        lists = self.entries, self.order, self.results
+        """`entries`, `tokens`, `order` and `results`, int64 on a device."""
+        order = [len(self.tokens) * of_journal + index for of_journal, index in self.order]
+        lists = self.entries, self.tokens, order, self.results
         return tuple(torch.tensor(numbers, dtype=torch.int64).to(where) for numbers in lists)
 
 
@@ -120,6 +124,7 @@ class StepReplay:
         self.copies = any(run.copy is not None for run in runs)
         self.layers = 0
         self._runs = list(runs)
+        self._current = ops.StateRuns(run.run for run in runs if not run.pending)
         self._drafts = drafts
         self._where = where
         # Made when the first layer asks: those of one compiled call do not.
@@ -140,43 +145,42 @@ class StepReplay:
             made = [(part, ops.StateRuns(part.runs), part.indices(self._where)) for part in parts]
             self._parts, self._left = made, self._drafts_left()
         widths = [numbers[0].numel() for numbers in inputs]
-        out = None
-        for part, runs, (entries, order, results) in self._parts:
-            given = list(inputs)
-            if part.entries:
-                known = flat[entries].split(widths, dim=1)
-                given = [
-                    torch.cat((new, old.to(new.dtype).view(-1, *new.shape[1:])))[order]
-                    for old, new in zip(known, inputs, strict=True)
-                ]
-            out = compute(given, runs)
-            if part.entries:
-                out = out[results]
+        # Where nothing is pending, as in prompts, nothing is copied.
+        out = compute(inputs, self._current) if self._current else None
+        for part, runs, (entries, tokens, order, results) in self._parts:
+            known = flat[entries].split(widths, dim=1)
+            given = [
+                torch.cat((new[tokens], old.to(new.dtype).view(-1, *new.shape[1:])))[order]
+                for old, new in zip(known, inputs, strict=True)
+            ]
+            found = compute(given, runs)
+            if out is None:
+                out = found.new_empty((len(inputs[0]), *found.shape[1:]))
+            out[tokens] = found[results]
             for slot, to in part.copies:
                 for tensor in tensors.values():
                     tensor[to] = tensor[slot]
         assert self._left is not None and out is not None, "a step without a run"
-        tokens, places = self._left
-        if len(tokens):
-            left = [numbers[tokens].flatten(1).float() for numbers in inputs]
+        drafts, places = self._left
+        if len(drafts):
+            left = [numbers[drafts].flatten(1).float() for numbers in inputs]
             flat[places] = torch.cat(left, dim=1)
         self.layers += 1
         return out
 
     def _divided(self) -> Iterator[_Part]:
-        """What is behind, as far as copies are made of it; then everything else."""
+        """What is pending, as far as copies are made of it; then the rest, and the runs' tokens."""
         early, rest = _Part(), _Part()
-        tokens = sum(run.segment.length for run in self._runs)
         for run in self._runs:
+            if not run.pending:
+                continue
             first, done = run.slot * self._drafts, 0
             if run.copy is not None:
                 done, to = run.copy
-                early.add(StateRun(run.slot, 0, 0, False), range(first, first + done), tokens)
+                early.add(StateRun(run.slot, 0, 0, False), range(first, first + done))
                 early.copies.append((run.slot, to))
-            rest.add(run.run, range(first + done, first + run.pending), tokens)
-        if early.runs:
-            yield early
-        yield rest
+            rest.add(run.run, range(first + done, first + run.pending))
+        yield from (part for part in (early, rest) if part.runs)
 
     def _drafts_left(self) -> tuple[Tensor, Tensor]:
         """Tokens of the step that are drafts, and entries of the journal that they are left in."""

@@ -12,7 +12,7 @@ from hmt.contracts.encoding import Packing
 from hmt.contracts.model import EXPERT_UNPACKED_BYTES, PAGE_TOKENS, Model
 from hmt.engine.config import EngineConfig
 from hmt.engine.experts.predictor import expert_count
-from hmt.engine.loading.draft_journal import journaled_drafts
+from hmt.engine.loading.draft_journal import journaled_drafts, without_journal
 from hmt.engine.loading.kv import selection_of
 from hmt.engine.loading.prefix_cache import prefix_bytes, spare_states
 from hmt.engine.loading.source import Source
@@ -123,6 +123,18 @@ def demand_of(
         * model.dtype.itemsize,
         prefix_bytes=prefix_bytes(model, config),
         kv_sizes=None if shared else KVTierSizes(**pages),
+    )
+
+
+def demand_without_journal(demand: Demand) -> Demand:
+    """The same where drafts cannot be taken back from recurrent state, which its remarks say."""
+    spec = demand.spec
+    each = spec.journal_bytes(range(spec.layers), demand.draft_tokens)
+    return replace(
+        demand,
+        spec=without_journal(spec, demand.state_slots * each),
+        sequence_bytes=demand.sequence_bytes - each,
+        draft_tokens=0,
     )
 
 

@@ -36,10 +36,8 @@ def open_kv(
     """The KV cache, each layer's where it computes, and in the plan's tiers beside that.
 
     One allocator serves all of them.  Layers that compute on the CPU beside a device keep all of
-    theirs in host memory.  Recurrent state lies where its layers compute.
-    `drafts` of a sequence can be taken back from recurrent state.
-    What is taken is given back by `stack`.  Raises BudgetError, and MachineError where the disk has
-    no room.
+    theirs in host memory.  Recurrent state lies where its layers compute; `drafts` of a sequence
+    can be taken back from it.  `stack` gives all back.  Raises BudgetError and MachineError.
     """
     spec, stage_devices = model.spec, plan.stage_devices
     slots = None

@@ -1,6 +1,6 @@
 """From a folder to a plan, and from a plan to memory."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,8 +12,14 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.demand import demand_of, dtype_for, is_gpu, kv_budgets, usual_format
-from hmt.engine.loading.draft_journal import without_journal
+from hmt.engine.loading.demand import (
+    demand_of,
+    demand_without_journal,
+    dtype_for,
+    is_gpu,
+    kv_budgets,
+    usual_format,
+)
 from hmt.engine.loading.goal_plan import searched_plan
 from hmt.engine.loading.kv_scales import with_scales
 from hmt.engine.loading.source import Source, open_source
@@ -136,11 +142,7 @@ def prepare_model(
         if not demand.draft_tokens or config.draft_tokens is not None:
             raise
         # The journal of recurrent state is a matter of speed: without it the model may fit.
-        journal = demand.state_slots * model.spec.journal_bytes(
-            range(model.spec.layers), demand.draft_tokens
-        )
-        bare = demand_of(model, weights.layouts, replace(config, draft_tokens=0), kv_quant)
-        demand = replace(bare, spec=without_journal(bare.spec, journal))
+        demand = demand_without_journal(demand)
         plan = _plan(demand, options, machine, config)
     _check_physical(plan)
     sizes = weights.layouts, weights.published_bytes

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat, takewhile
+from random import Random
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,7 +85,12 @@ class Text:
     waits: bool = False
 
 
-TOKENS = st.integers(0, 2)  # few, so that sequences begin alike
+RNG = st.integers(0, 1 << 16).map(Random)
+
+
+def tokens_of(rng: Random, number: int) -> list[int]:
+    """Few kinds, so that sequences may begin alike."""
+    return [rng.randrange(2) for _ in range(number)]
 
 
 class Machine(RuleBasedStateMachine):
@@ -100,7 +106,7 @@ class Machine(RuleBasedStateMachine):
         )  # fmt: skip
         assert self.store.checkpoints is not None
         self.checkpoints = self.store.checkpoints
-        self.numbers = count()
+        self.numbers = count(1)  # handles, and pages
         self.texts: list[Text] = []
         self.pages: dict[tuple[int, ...], int] = {}  # by all tokens up to a page's end
 
@@ -144,12 +150,11 @@ class Machine(RuleBasedStateMachine):
         for text, tokens, _ in parts:
             text.tokens += tokens
 
-    @rule(data=st.data(), more=st.lists(TOKENS, min_size=1, max_size=3))
-    def open(self, data: st.DataObject, more: list[int]) -> None:
+    @rule(rng=RNG)
+    def open(self, rng: Random) -> None:
         if not self.slots.can_open(1):
             return
-        begin = list(data.draw(st.sampled_from([(), *sorted(self.pages)])))
-        prompt = begin + more
+        prompt = list(rng.choice([(), *sorted(self.pages)])) + tokens_of(rng, rng.randint(1, 20))
         ids = self.known(prompt[:-1])
         ids = ids[: self.checkpoints.longest(ids)]
         slot = self.checkpoints.slot_behind(int(ids[-1])) if len(ids) else None
@@ -163,26 +168,26 @@ class Machine(RuleBasedStateMachine):
             self.run([(text, rest[first : first + PAGE_TOKENS], 0)], one_call=bool(first))
 
     @precondition(lambda self: any(not text.waits for text in self.texts))
-    @rule(data=st.data(), one_call=st.booleans(), times=st.integers(1, 6))
-    def decode(self, data: st.DataObject, one_call: bool, times: int) -> None:
+    @rule(rng=RNG, times=st.integers(1, 12))
+    def decode(self, rng: Random, times: int) -> None:
         """A token of each and drafts behind it, of which any number stays."""
         for _ in range(times):
             parts = []
             for text in self.texts:
-                if not text.waits and data.draw(st.booleans()):
-                    tokens = data.draw(st.lists(TOKENS, min_size=1, max_size=1 + DRAFTS))
-                    parts.append((text, tokens, len(tokens) - 1))
+                if not text.waits and rng.random() < 0.7:
+                    drafts = rng.randint(0, DRAFTS)
+                    parts.append((text, tokens_of(rng, 1 + drafts), drafts))
             if not parts:
                 continue
-            self.run(parts, one_call=one_call)
+            self.run(parts, one_call=rng.random() < 0.5)
             for text, _, drafts in parts:
-                self.take_back(text, data.draw(st.integers(0, drafts)))
+                self.take_back(text, rng.randint(0, drafts))
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def take_back_more(self, data: st.DataObject) -> None:
+    @rule(rng=RNG)
+    def take_back_more(self, rng: Random) -> None:
         """Of what stayed, as long as no step has followed."""
-        text = data.draw(st.sampled_from(self.texts))
+        text = rng.choice(self.texts)
         if len(text.tokens) > 1 and self.store.can_rollback(text.sequence, len(text.tokens) - 1):
             self.take_back(text, 1)
 
@@ -191,19 +196,19 @@ class Machine(RuleBasedStateMachine):
         self.store.rollback(text.sequence, len(text.tokens))
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(rng=RNG)
+    def fork(self, rng: Random) -> None:
         if self.slots.can_open(1):
-            text = data.draw(st.sampled_from(self.texts))
+            text = rng.choice(self.texts)
             other = Text(next(self.numbers), text.prompt, list(text.tokens))
             self.slots.open(other.sequence, 1)
             self.store.copy(text.sequence, other.sequence)
             self.texts.append(other)
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def wait_or_go_on(self, data: st.DataObject) -> None:
-        text = data.draw(st.sampled_from(self.texts))
+    @rule(rng=RNG)
+    def wait_or_go_on(self, rng: Random) -> None:
+        text = rng.choice(self.texts)
         if not text.waits:
             text.waits = True
             self.slots.park(text.sequence)
@@ -212,9 +217,9 @@ class Machine(RuleBasedStateMachine):
             self.slots.resume(text.sequence)
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data(), keeps=st.booleans())
-    def end(self, data: st.DataObject, keeps: bool) -> None:
-        text = data.draw(st.sampled_from(self.texts))
+    @rule(rng=RNG, keeps=st.booleans())
+    def end(self, rng: Random, keeps: bool) -> None:
+        text = rng.choice(self.texts)
         self.texts.remove(text)
         if keeps:
             for border in range(PAGE_TOKENS, len(text.tokens) + 1, PAGE_TOKENS):
@@ -223,10 +228,10 @@ class Machine(RuleBasedStateMachine):
         self.slots.close(text.sequence)
 
     @precondition(lambda self: self.pages)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
+    @rule(rng=RNG)
+    def forget(self, rng: Random) -> None:
         """A page, and those behind it."""
-        gone = data.draw(st.sampled_from(sorted(self.pages)))
+        gone = rng.choice(sorted(self.pages))
         for key in [key for key in self.pages if key[: len(gone)] == gone]:
             self.checkpoints.forget_pages(np.array([self.pages.pop(key)]))
 
@@ -238,4 +243,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestMachine.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
