@@ -67,6 +67,9 @@ class SegmentRequest(NamedTuple):
     num_prompt_logprobs  how many of the first tokens have logits that are looked at and not kept
     num_pooled           how many of the last tokens have hidden states that are
     request              number of the request that the tokens belong to; 0: of none
+
+    Where all tokens are guesses, even the first, which another segment of the request has as well,
+    it is a branch: another draft, over a fork of the sequence.
     """
 
     sequence: int
@@ -92,6 +95,11 @@ class SegmentRequest(NamedTuple):
     def length(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether it is another draft of a request that has a segment already."""
+        return self.drafts == len(self.tokens)
 
     @property
     def context(self) -> int:
@@ -142,6 +150,11 @@ class SchedulerOutput:
     def sampled(self) -> list[int]:
         """The request whose next token a row of the step's logits chooses, for each row."""
         return [run.request for run in self.segments for _ in range(run.num_logit_rows)]
+
+    @property
+    def num_sequences(self) -> int:
+        """Segments that are no branches."""
+        return sum(not segment.is_branch for segment in self.segments)
 
     @property
     def num_drafts(self) -> int:

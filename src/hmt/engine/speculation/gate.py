@@ -1,5 +1,6 @@
 """Whether draft tokens are worth verifying: what they may give against the time that they cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -133,6 +134,42 @@ class SpeculationGate:
             return True
 
         return is_worth
+
+    def worth_beside(
+        self, alternative: Draft, before: Sequence[Draft], sequences: int, others: int
+    ) -> int:
+        """How many tokens of another draft of a sequence are worth verifying; 0: none.
+
+        before      what is verified for the sequence already, each beginning with another token
+        sequences   that get a token in the step
+        others      draft tokens that it verifies already
+
+        They count where no first token of `before` is right, and cost one token more, since the
+        sequence's last token is computed again.
+        """
+        per_token = self.times.per_token
+        seconds = self.times.of(sequences + others)
+        expected, likely = float(sequences), 1.0
+        for draft in before:
+            expected += self._accepted(draft, likely)
+            likely *= 1 - self._class(draft.classes[0]).rate
+        best, most = 0, 0.0
+        for count in range(1, len(alternative.tokens) + 1):
+            gain = self._accepted(alternative.begin(count), likely)
+            surplus = gain * seconds - (count + 1) * per_token * expected
+            if surplus > most:
+                best, most = count, surplus
+        if not best:
+            self._class(alternative.classes[0]).drift()
+        return best
+
+    def _accepted(self, draft: Draft, likely: float) -> float:
+        """Tokens of a draft that are accepted on average, where it counts so often."""
+        tokens = 0.0
+        for name in draft.classes:
+            likely *= self._class(name).rate
+            tokens += likely
+        return tokens
 
     def verified(self, draft: Draft, accepted: int) -> None:
         """The first `accepted` tokens of a draft were right; it is not known of all behind them."""

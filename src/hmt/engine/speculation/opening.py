@@ -35,7 +35,13 @@ def open_speculator(
         asks = NextTokenProposer if config.speculate == "mtp" else DraftModelProposer
         proposer = FirstOf(proposer, asks(model, prepared.model.spec.vocab_size))
     has_state = bool(prepared.model.spec.state_bytes)
-    return Speculator(proposer, scope, config.draft_tokens if has_state else MOST_DRAFTS)
+    # A fork costs no more than the copy of a page there: elsewhere rings and states are copied as
+    # well, pages move to make room, and captured steps have one segment of each request.
+    allocator = memory.kv.allocator
+    branches = allocator.keeps_all_positions and not allocator.pool.pages_move
+    branches = branches and memory.on_device is None
+    most = config.draft_tokens if has_state else MOST_DRAFTS
+    return Speculator(proposer, scope, most, branches=branches)
 
 
 def _can_verify(prepared: Prepared, config: EngineConfig, memory: Memory) -> bool:
