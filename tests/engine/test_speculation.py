@@ -296,3 +296,16 @@ def test_lookup_offers_what_followed_elsewhere() -> None:
     assert draft.classes[0].startswith("lookup") and (
         draft.alternatives[0].classes[0].startswith("other")
     )
+
+
+def test_where_a_token_more_is_dear_only_what_is_likely_is_tried() -> None:
+    """Experts on the disk: before steps with drafts were measured, their bytes are counted."""
+    gate = SpeculationGate(StepTimes(first_cost=0.7))
+    for _ in range(3):
+        gate.step_took(1, 1, 0.1, drafting=False)
+    assert not chosen(gate, "ab").tokens
+    sure = takewhile(gate.worth(1, 0), ["lookup >16"] * 8)
+    assert 1 <= len(list(sure)) <= 2
+    for _ in range(40):  # it costs little after all
+        gate.step_took(2, 2, 0.105, drafting=True)
+    assert chosen(gate, "ab").tokens

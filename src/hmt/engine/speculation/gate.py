@@ -9,8 +9,12 @@ from hmt.engine.speculation.draft import Draft, Worth
 _FORGET: Final = 0.95  # of what is known of steps' times, for each step
 _FORGET_CLASS: Final = 0.98  # of what is known of a class, for each draft token that was verified
 _RETURN: Final = 0.995  # the same for each draft token that was not worth it: so it is tried again
-_ASSUMED: Final = 0.5, 4.0  # share of draft tokens of a new class that are accepted; weight of that
-_FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured
+# Share of draft tokens of a new class that are accepted, and the weight of that.  What long texts
+# repeat goes on, and what a model is sure of is right: so these are tried where a token more is
+# dear, which is how its cost is measured.
+_ASSUMED: Final = 0.5, 4.0
+_ASSUMED_OF: Final = {"lookup >16": 0.9, "draft 5": 0.9, "mtp 0 5": 0.9}
+FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured
 _TRIAL_STEPS: Final = 12  # with draft tokens, before they are judged
 _PAUSE_STEPS: Final = 64  # without any, after a loss; twice as many after the next
 _LONGEST_PAUSE: Final = 2048
@@ -18,8 +22,12 @@ _LONGEST_PAUSE: Final = 2048
 
 @dataclass(slots=True)
 class StepTimes:
-    """A line through the times of steps by their number of tokens; older steps count less."""
+    """A line through the times of steps by their number of tokens; older steps count less.
 
+    first_cost   share of a step's time that a token more is assumed to cost before it was measured
+    """
+
+    first_cost: float = FIRST_COST
     weight: float = 0.0
     tokens: float = 0.0  # these are means
     seconds: float = 0.0
@@ -41,7 +49,7 @@ class StepTimes:
         """Seconds that a token more takes; assumed where all steps had as many."""
         mean = self.seconds / max(1.0, self.tokens)
         if self.variance < 0.01:
-            return _FIRST_COST * mean
+            return self.first_cost * mean
         return min(max(self.covariance / self.variance, 0.01 * mean), mean)
 
     def of(self, tokens: float) -> float:
@@ -54,8 +62,12 @@ class StepTimes:
 class Acceptance:
     """How often draft tokens of one class are accepted, given that those before them were."""
 
-    accepted: float = _ASSUMED[0] * _ASSUMED[1]
+    assumed: float = _ASSUMED[0]
     tried: float = _ASSUMED[1]
+    accepted: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accepted = self.assumed * self.tried
 
     def add(self, accepted: bool) -> None:
         """One was verified."""
@@ -64,8 +76,8 @@ class Acceptance:
 
     def drift(self) -> None:
         """None was verified: what is assumed counts more."""
-        share, weight = _ASSUMED
-        self.accepted += (1 - _RETURN) * (share * weight - self.accepted)
+        weight = _ASSUMED[1]
+        self.accepted += (1 - _RETURN) * (self.assumed * weight - self.accepted)
         self.tried += (1 - _RETURN) * (weight - self.tried)
 
     @property
@@ -193,4 +205,6 @@ class SpeculationGate:
         self._drafting = _Speed()
 
     def _class(self, name: str) -> Acceptance:
-        return self.classes.setdefault(name, Acceptance())
+        if name not in self.classes:
+            self.classes[name] = Acceptance(_ASSUMED_OF.get(name, _ASSUMED[0]))
+        return self.classes[name]

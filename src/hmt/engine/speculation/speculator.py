@@ -9,7 +9,7 @@ from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.scheduling.sequence import SequenceState
 from hmt.engine.speculation.account import SpeculationAccount
 from hmt.engine.speculation.draft import Draft, Proposer
-from hmt.engine.speculation.gate import SpeculationGate
+from hmt.engine.speculation.gate import FIRST_COST, SpeculationGate, StepTimes
 from hmt.engine.speculation.hidden_states import HiddenStates, with_hidden
 
 
@@ -26,18 +26,20 @@ class Speculator:
         most: int = MOST_DRAFTS,
         *,
         branches: bool = False,
+        first_cost: float = FIRST_COST,
     ) -> None:
         """Without a proposer there are no draft tokens.
 
         scope   who may learn from whose tokens
         most    draft tokens for a sequence
         branches   whether a step may verify several drafts of a sequence
+        first_cost   see StepTimes
         """
         self._branches = branches
         self._proposer = proposer
         self._scope = scope
         self._most = most
-        self._gate = SpeculationGate()
+        self._gate = SpeculationGate(StepTimes(first_cost))
         self._hidden = HiddenStates()
         self._drafts: dict[int, Draft] = {}  # of the step that comes, by number of the request
         self._accepted = 0  # of the same step
