@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -28,13 +29,20 @@ class Oracle:
         guesses = [16 + t % 200 if self._random.random() < self._wrong else t for t in right]
         if not right and self._random.random() < 0.3:
             guesses = [self._random.randrange(16, 250) for _ in range(min(3, most))]
-        return Draft(tuple(guesses), ("oracle",) * len(guesses))
+        # Others, of which one is right where the first is wrong, and may begin as the first does.
+        some = [self._random.randrange(16, 250)], right[: self._random.randint(0, 3)]
+        others = tuple(_draft(one) for one in self._random.sample(some, 2) if one and guesses)
+        return replace(_draft(guesses), alternatives=others)
 
     def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
         """See Proposer."""
 
     def ended(self, number: int) -> None:
         """See Proposer."""
+
+
+def _draft(tokens: Sequence[int]) -> Draft:
+    return Draft(tuple(tokens), ("oracle",) * len(tokens))
 
 
 class OpenGate(SpeculationGate):
@@ -48,6 +56,12 @@ class OpenGate(SpeculationGate):
     def worth(self, sequences: int, others: int) -> Worth:
         """All of them."""
         return lambda name: True
+
+    def worth_beside(
+        self, alternative: Draft, before: Sequence[Draft], sequences: int, others: int
+    ) -> int:
+        """All of it."""
+        return len(alternative.tokens)
 
 
 def always_guess(model: LoadedModel, proposer: Proposer) -> None:

@@ -18,6 +18,7 @@ from hmt_bench.commands import (
     published,
     soak,
     speculation,
+    speculation_check,
 )
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ app.command("prefix")(prefix.prefix)
 app.command("published")(published.published)
 app.command("soak")(soak.soak)
 app.command("speculation")(speculation.speculation)
+app.command("speculation-check")(speculation_check.speculation_check)
 app.command("traces")(cache.traces)
 
 if __name__ == "__main__":

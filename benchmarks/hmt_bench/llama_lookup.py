@@ -8,6 +8,7 @@ LlamaPromptLookupDecoding drafts; 0: none.  REPACKS says whether weights may be 
 processor's own layouts, which is llama.cpp's default.
 """
 
+import importlib
 import json
 import subprocess
 import sys
@@ -84,9 +85,8 @@ def main() -> None:
         return own
 
     llama_cpp.llama_cpp.llama_model_default_params = params
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # after it was found
-
-    draft = LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None
+    lookup: Any = importlib.import_module("llama_cpp.llama_speculative")
+    draft = lookup.LlamaPromptLookupDecoding(num_pred_tokens=drafts) if drafts else None
     model = llama_cpp.Llama(
         path, n_ctx=context, n_threads=threads, n_threads_batch=threads, draft_model=draft,
         verbose=False,

@@ -271,3 +271,41 @@ def test_what_was_never_right_is_used_once_it_is() -> None:
         seconds = 0.010 * (1 + 0.1 * count)
         gate.step_took(1 + count, 1 + count * right, seconds, drafting=bool(count))
     assert used > 900
+
+
+def test_a_branch_is_worth_it_where_the_draft_is_often_wrong() -> None:
+    gate = SpeculationGate()
+    for tokens in (1, 2) * 20:
+        gate.step_took(tokens, 1, 0.010 + 0.0005 * tokens, drafting=tokens > 1)
+    draft, other = Draft((5, 6), ("a", "b")), Draft((7, 8), ("c", "b"))
+    for _ in range(200):
+        gate.verified(draft, 0)
+        gate.verified(other, 2)
+    assert gate.worth_beside(other, [draft], 1, 2) == 2
+    for _ in range(300):  # the first one is right now, and the other has no chance
+        gate.verified(draft, 2)
+    assert gate.worth_beside(other, [draft], 1, 2) == 0
+
+
+def test_lookup_offers_what_followed_elsewhere() -> None:
+    same = [50, 51, 52]
+    text = [*same, 60, 61, 9, *same, 70, 71, 10, 40, *same, 70, 72, 11, 40, *same]
+    draft = PromptLookup().propose(1, "", text, 2, lambda name: True)
+    assert draft.tokens == (70, 72)
+    assert [other.tokens for other in draft.alternatives] == [(60, 61)]
+    assert draft.classes[0].startswith("lookup") and (
+        draft.alternatives[0].classes[0].startswith("other")
+    )
+
+
+def test_where_a_token_more_is_dear_only_what_is_likely_is_tried() -> None:
+    """Experts on the disk: before steps with drafts were measured, their bytes are counted."""
+    gate = SpeculationGate(StepTimes(first_cost=0.7))
+    for _ in range(3):
+        gate.step_took(1, 1, 0.1, drafting=False)
+    assert not chosen(gate, "ab").tokens
+    sure = takewhile(gate.worth(1, 0), ["lookup >16"] * 8)
+    assert 1 <= len(list(sure)) <= 2
+    for _ in range(40):  # it costs little after all
+        gate.step_took(2, 2, 0.105, drafting=True)
+    assert chosen(gate, "ab").tokens

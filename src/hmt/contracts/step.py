@@ -84,6 +84,9 @@ class SegmentRequest(NamedTuple):
     request              number of the request that the tokens belong to; 0: of none
     images               tokens of the segment that stand for images
     axes                 rotary positions of its tokens, of three axes; (): one, by their places
+
+    Where all tokens are guesses, even the first, which another segment of the request has as well,
+    it is a branch: another draft, over a fork of the sequence.
     """
 
     sequence: int
@@ -115,6 +118,11 @@ class SegmentRequest(NamedTuple):
     def length(self) -> int:
         """Number of tokens."""
         return len(self.tokens)
+
+    @property
+    def is_branch(self) -> bool:
+        """Whether it is another draft of a request that has a segment already."""
+        return self.drafts == len(self.tokens)
 
     @property
     def context(self) -> int:
@@ -165,6 +173,11 @@ class SchedulerOutput:
     def sampled(self) -> list[int]:
         """The request whose next token a row of the step's logits chooses, for each row."""
         return [run.request for run in self.segments for _ in range(run.num_logit_rows)]
+
+    @property
+    def num_sequences(self) -> int:
+        """Segments that are no branches."""
+        return sum(not segment.is_branch for segment in self.segments)
 
     @property
     def num_drafts(self) -> int:

@@ -1,6 +1,7 @@
 """A loaded model at work, on the engine's thread: schedule a step, run it, accept its logits."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import replace
@@ -28,6 +29,9 @@ from hmt.engine.speculation.opening import open_speculator
 from hmt.engine.step_accounts import StepAccounts
 from hmt.engine.teacher_forcing import TeacherForcing
 from hmt.kernels.ops import LogitStats
+
+# A segment, and each of its rows of logits with what is known of it.
+_Rows = tuple[SegmentRequest, list[tuple[torch.Tensor, LogitStats | None]]]
 
 
 class EngineCore:
@@ -68,6 +72,7 @@ class EngineCore:
             begin_answer=self._begin_answer,
             token_window=self._spec.token_window,
             draft=self.speculator.draft,
+            alternatives=self.speculator.alternatives,
         )
         self._processors: dict[int, OutputProcessor] = {}  # by number, until they have ended
         # f32 [vocab] and what is known of it; as long as a sequence may begin with it.
@@ -121,7 +126,8 @@ class EngineCore:
             if self._forms.idle():
                 return True
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
-        processors = [self._processors[segment.request] for segment in output.segments]
+        segments = (segment for segment in output.segments if not segment.is_branch)
+        processors = [self._processors[segment.request] for segment in segments]
         viewer = PromptOutputRows(output, self._processors) if output.shows_prompts else None
         try:
             logits = self.runner.run(*self.speculator.shown(output, viewer))
@@ -154,9 +160,13 @@ class EngineCore:
         forked: list[OutputProcessor] = []
         stats = self.runner.logit_stats or (None,) * len(logits)
         rows = zip(logits, stats, strict=True)
-        for segment in output.segments:
-            own = list(islice(rows, segment.num_logit_rows))
-            if not own:
+        parts = [(run, list(islice(rows, run.num_logit_rows))) for run in output.segments]
+        branches = defaultdict[int, list[_Rows]](list)
+        for segment, own in parts:
+            if segment.is_branch:
+                branches[segment.request].append((segment, own))
+        for segment, own in parts:
+            if not own or segment.is_branch:
                 continue
             processor = self._processors[segment.request]
             if processor.state.computed == processor.state.prompt_tokens:
@@ -167,31 +177,33 @@ class EngineCore:
                     other.advance(*own[0])
             processor.advance(*own[0])
             if segment.drafts:
-                self._verify(processor, segment.tokens[-segment.drafts :], own[1:])
+                self._verify(processor, [(segment, own), *branches[segment.request]])
         self.speculator.observe(output, lambda request: self._processors[request].state)
         return forked
 
-    def _verify(
-        self,
-        processor: OutputProcessor,
-        drafts: Many[int],
-        rows: Many[tuple[torch.Tensor, LogitStats | None]],
-    ) -> None:
-        """Let a request choose by the rows behind guesses for as long as it chose these.
+    def _verify(self, processor: OutputProcessor, drafts: Many[_Rows]) -> None:
+        """Let a request choose by the rows behind a draft's tokens while it chose these.
 
-        Each token is drawn as without guesses, from the same logits and with the same random
-        number, so that guesses change no answer.
+        Each token is drawn as without draft tokens, from the same logits and with the same random
+        number, so that they change no answer.  Of several drafts, which begin with different
+        tokens, that one stays which begins with the token that was drawn; else the first.
         """
+        state = processor.state
+        verified = [tuple(segment.tokens[1:]) for segment, _ in drafts]
+        first = state.tokens[-1]
+        kept = next((n for n, tokens in enumerate(verified) if tokens[0] == first), 0)
+        segment, rows = drafts[kept]
         accepted = 0
-        for draft, row in zip(drafts, rows, strict=True):
-            if processor.state.tokens[-1] != draft or not self._goes_on(processor):
+        for draft, row in zip(verified[kept], rows[1:], strict=True):
+            if state.tokens[-1] != draft or not self._goes_on(processor):
                 break
             accepted += 1
-            processor.state.computed += 1
+            state.computed += 1
             processor.advance(*row)
-        if accepted < len(drafts):
-            self.scheduler.take_back(processor.state)
-        self.speculator.verified(processor.state, accepted)
+        self.scheduler.branches.keep(state, segment.sequence)
+        if accepted < len(verified[kept]):
+            self.scheduler.take_back(state)
+        self.speculator.verified(state, verified, kept, accepted)
 
     def _goes_on(self, processor: OutputProcessor) -> bool:
         """Whether a request may choose another token now."""

@@ -11,6 +11,7 @@ from hmt.contracts.request import FinishReason
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.scheduling.batch_limit import BatchLimit
 from hmt.engine.scheduling.choices import Choices
+from hmt.engine.scheduling.draft_branches import Alternatives, DraftBranches
 from hmt.engine.scheduling.kv_operations import KVOperationLog
 from hmt.engine.scheduling.kv_reservation import KVReservation
 from hmt.engine.scheduling.output_length import OutputLengthEstimate
@@ -57,6 +58,7 @@ class Scheduler:
         begin_answer: Callable[[SequenceState, PromptEnd], None] = lambda sequence, end: None,
         token_window: int = 0,
         draft: Callable[[SequenceState, int, int], tuple[int, ...]] = lambda *_: (),
+        alternatives: Alternatives = lambda *_: (),
     ) -> None:
         """A step holds `max_prefill_tokens` of prompts at most, and one of each other request.
 
@@ -69,7 +71,7 @@ class Scheduler:
         token_window   of the model
         begin_answer   chooses the first token of a sequence by the logits of another's prompt
         draft      guesses of a sequence's next tokens, at most so many, in a step of so many
-                   sequences that reads no prompt
+                   sequences that reads no prompt; `alternatives` of these are `branches`
         """
         self.kv = KVOperationLog(kv)
         self._allocator = kv
@@ -83,6 +85,7 @@ class Scheduler:
         self._checkpoints = checkpoints
         self._token_window = token_window
         self._draft = draft
+        self.branches = DraftBranches(self.kv, alternatives)
         self._full = False  # since the last sequence came or ended
         self._waiting: RequestQueue[SequenceState] = RequestQueue()
         self._running: list[SequenceState] = []
@@ -171,6 +174,7 @@ class Scheduler:
         if not segments:
             return None
         self._batches[len(segments)] += 1
+        segments = self.branches.beside(segments)
         return SchedulerOutput(tuple(segments), sum(shares), self.kv.take())
 
     def _drafts(self, sequence: SequenceState, sequences: int) -> tuple[int, ...]:
@@ -267,6 +271,7 @@ class Scheduler:
         self._places.pop(sequence.number, None)
         self._full = False
         self._choices.release(sequence, ended=True)
+        self.branches.drop(sequence.number)
         self._rooms.close(sequence)
         reason = sequence.finish_reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH) and not sequence.fixed_length:

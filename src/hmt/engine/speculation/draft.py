@@ -14,12 +14,19 @@ Worth = Callable[[str], bool]
 class Draft:
     """Tokens that may follow a sequence, in order.
 
-    classes   of each token, what its acceptance is counted under: tokens of one class are accepted
-              about equally often, given that those before them were
+    classes        of each token, what its acceptance is counted under: tokens of one class are
+                   accepted about equally often, given that those before them were
+    alternatives   that may follow where the first token is wrong, the likeliest first; each begins
+                   with another token.  The first tokens' classes count only then.
     """
 
     tokens: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
+    alternatives: "tuple[Draft, ...]" = ()
+
+    def begin(self, count: int) -> "Draft":
+        """Its first tokens, without alternatives."""
+        return Draft(self.tokens[:count], self.classes[:count])
 
 
 class Proposer(Protocol):
@@ -42,7 +49,8 @@ class Proposer(Protocol):
 
         number   of the request
         scope    requests of other scopes must learn nothing of its tokens
-        worth    is asked about each token in turn; the first that is not worth it ends the draft
+        worth    is asked about each token in turn; the first that is not worth it ends the draft.
+                 Not about alternatives, which are chosen among later.
 
         Raises HMTError where that failed; so may `observe`.
         """

@@ -1,5 +1,6 @@
 """Whether draft tokens are worth verifying: what they may give against the time that they cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -8,8 +9,12 @@ from hmt.engine.speculation.draft import Draft, Worth
 _FORGET: Final = 0.95  # of what is known of steps' times, for each step
 _FORGET_CLASS: Final = 0.98  # of what is known of a class, for each draft token that was verified
 _RETURN: Final = 0.995  # the same for each draft token that was not worth it: so it is tried again
-_ASSUMED: Final = 0.5, 4.0  # share of draft tokens of a new class that are accepted; weight of that
-_FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured
+# Share of draft tokens of a new class that are accepted, and the weight of that.  What long texts
+# repeat goes on, and what a model is sure of is right: so these are tried where a token more is
+# dear, which is how its cost is measured.
+_ASSUMED: Final = 0.5, 4.0
+_ASSUMED_OF: Final = {"lookup >16": 0.9, "draft 5": 0.9, "mtp 0 5": 0.9}
+FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured
 _TRIAL_STEPS: Final = 12  # with draft tokens, before they are judged
 _PAUSE_STEPS: Final = 64  # without any, after a loss; twice as many after the next
 _LONGEST_PAUSE: Final = 2048
@@ -17,8 +22,12 @@ _LONGEST_PAUSE: Final = 2048
 
 @dataclass(slots=True)
 class StepTimes:
-    """A line through the times of steps by their number of tokens; older steps count less."""
+    """A line through the times of steps by their number of tokens; older steps count less.
 
+    first_cost   share of a step's time that a token more is assumed to cost before it was measured
+    """
+
+    first_cost: float = FIRST_COST
     weight: float = 0.0
     tokens: float = 0.0  # these are means
     seconds: float = 0.0
@@ -40,7 +49,7 @@ class StepTimes:
         """Seconds that a token more takes; assumed where all steps had as many."""
         mean = self.seconds / max(1.0, self.tokens)
         if self.variance < 0.01:
-            return _FIRST_COST * mean
+            return self.first_cost * mean
         return min(max(self.covariance / self.variance, 0.01 * mean), mean)
 
     def of(self, tokens: float) -> float:
@@ -53,8 +62,12 @@ class StepTimes:
 class Acceptance:
     """How often draft tokens of one class are accepted, given that those before them were."""
 
-    accepted: float = _ASSUMED[0] * _ASSUMED[1]
+    assumed: float = _ASSUMED[0]
     tried: float = _ASSUMED[1]
+    accepted: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accepted = self.assumed * self.tried
 
     def add(self, accepted: bool) -> None:
         """One was verified."""
@@ -63,8 +76,8 @@ class Acceptance:
 
     def drift(self) -> None:
         """None was verified: what is assumed counts more."""
-        share, weight = _ASSUMED
-        self.accepted += (1 - _RETURN) * (share * weight - self.accepted)
+        weight = _ASSUMED[1]
+        self.accepted += (1 - _RETURN) * (self.assumed * weight - self.accepted)
         self.tried += (1 - _RETURN) * (weight - self.tried)
 
     @property
@@ -134,6 +147,42 @@ class SpeculationGate:
 
         return is_worth
 
+    def worth_beside(
+        self, alternative: Draft, before: Sequence[Draft], sequences: int, others: int
+    ) -> int:
+        """How many tokens of another draft of a sequence are worth verifying; 0: none.
+
+        before      what is verified for the sequence already, each beginning with another token
+        sequences   that get a token in the step
+        others      draft tokens that it verifies already
+
+        They count where no first token of `before` is right, and cost one token more, since the
+        sequence's last token is computed again.
+        """
+        per_token = self.times.per_token
+        seconds = self.times.of(sequences + others)
+        expected, likely = float(sequences), 1.0
+        for draft in before:
+            expected += self._accepted(draft, likely)
+            likely *= 1 - self._class(draft.classes[0]).rate
+        best, most = 0, 0.0
+        for count in range(1, len(alternative.tokens) + 1):
+            gain = self._accepted(alternative.begin(count), likely)
+            surplus = gain * seconds - (count + 1) * per_token * expected
+            if surplus > most:
+                best, most = count, surplus
+        if not best:
+            self._class(alternative.classes[0]).drift()
+        return best
+
+    def _accepted(self, draft: Draft, likely: float) -> float:
+        """Tokens of a draft that are accepted on average, where it counts so often."""
+        tokens = 0.0
+        for name in draft.classes:
+            likely *= self._class(name).rate
+            tokens += likely
+        return tokens
+
     def verified(self, draft: Draft, accepted: int) -> None:
         """The first `accepted` tokens of a draft were right; it is not known of all behind them."""
         for number, name in enumerate(draft.classes[: accepted + 1]):
@@ -156,4 +205,6 @@ class SpeculationGate:
         self._drafting = _Speed()
 
     def _class(self, name: str) -> Acceptance:
-        return self.classes.setdefault(name, Acceptance())
+        if name not in self.classes:
+            self.classes[name] = Acceptance(_ASSUMED_OF.get(name, _ASSUMED[0]))
+        return self.classes[name]

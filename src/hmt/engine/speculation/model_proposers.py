@@ -195,17 +195,26 @@ def _decoded(
     tokens_of   see DraftInputs.tokens
     """
     chosen, classes = list[int](), list[str]()
+    alternatives: tuple[Draft, ...] = ()
     while found is not None and len(chosen) < most:
         logits, hidden = found
         token, name = likeliest(logits, next(names))
         token = token if tokens_of is None else int(tokens_of[token])
         if token >= vocab_size or not worth(name):
             break
+        if not chosen:
+            alternatives = _second(logits, name, vocab_size)
         chosen.append(token)
         classes.append(name)
         if len(chosen) < most:
             found = model.feed(number, [token], hidden[None] if len(hidden) else None)
-    return Draft(tuple(chosen), tuple(classes))
+    return Draft(tuple(chosen), tuple(classes), alternatives)
+
+
+def _second(logits: Tensor, name: str, vocab_size: int) -> tuple[Draft, ...]:
+    """The second likeliest token, for where the likeliest, of class `name`, is wrong."""
+    token = int(logits.topk(2).indices[1])
+    return (Draft((token,), (f"{name} second",)),) if token < vocab_size else ()
 
 
 def likeliest(logits: Tensor, kind: str) -> tuple[int, str]:

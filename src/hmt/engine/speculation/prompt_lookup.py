@@ -5,8 +5,10 @@ chains of equal hashes give as in LZ77.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
+from operator import itemgetter
 from typing import Final
 
 from torch import Tensor
@@ -18,6 +20,7 @@ LEAST_MATCH: Final = 3  # tokens that have to be equal; two are equal too often 
 _LONGEST_MATCH: Final = 32  # tokens that are compared
 _PLACES: Final = 8  # earlier places that are compared, the latest first
 _MOST_TOKENS: Final = 1 << 16  # of a text that are indexed, at about 100 bytes each
+_ALTERNATIVES: Final = 2  # other tokens that followed elsewhere
 _MOST_ENDED: Final = 4  # of ended requests, for each scope
 _MOST_SCOPES: Final = 16
 
@@ -52,18 +55,21 @@ class TokenIndex:
 
         The position is that of the token that follows.  (0, 0): nowhere.
         """
-        best, position = 0, 0
+        return max(self.places(text), key=itemgetter(0), default=(0, 0))
+
+    def places(self, text: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The same of each place, the latest first, until one is as long as any can be."""
         place = self._last.get(tuple(text[-LEAST_MATCH:]), -1)
         for _ in range(_PLACES):
             if place == len(self.tokens) - 1:  # the end of the text itself
                 place = self._before[place]
-            if place < 0 or best >= _LONGEST_MATCH:
+            if place < 0:
                 break
             length = self._equal(text, place)
-            if length > best:
-                best, position = length, place + 1
+            yield length, place + 1
+            if length >= _LONGEST_MATCH:
+                break
             place = self._before[place]
-        return best, position
 
     def _equal(self, text: Sequence[int], place: int) -> int:
         """How many of the last tokens of `text` are those that end at `place`."""
@@ -90,14 +96,21 @@ class PromptLookup(Proposer):
         _, index = self._running.setdefault(number, (scope, TokenIndex()))
         index.extend(tokens)
         recent = tokens[-_LONGEST_MATCH:]
-        best, tail = 0, list[int]()
+        # By the token that follows, the longest of the places where it does.
+        found: dict[int, tuple[int, int, TokenIndex]] = {}
         for text in (index, *reversed(self._ended.get(scope, []))):
-            length, position = text.find(recent)
-            if length > best:
-                best, tail = length, text.tokens[position : position + most]
-        classes = (f"lookup {_class_of(best + n)}" for n in range(len(tail)))
-        chosen = tuple(takewhile(worth, classes))
-        return Draft(tuple(tail[: len(chosen)]), chosen)
+            for length, position in text.places(recent):
+                token = text.tokens[position]
+                if token not in found or length > found[token][0]:
+                    found[token] = length, position, text
+        if not found:
+            return Draft()
+        # The sort is stable: of equal ones the place that came first, in this text if any.
+        first, *others = sorted(found.values(), key=itemgetter(0), reverse=True)
+        draft = _draft_at(*first, most)
+        chosen = draft.begin(len(tuple(takewhile(worth, draft.classes))))
+        alternatives = tuple(_draft_at(*other, most, "other") for other in others[:_ALTERNATIVES])
+        return replace(chosen, alternatives=alternatives)
 
     @override
     def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
@@ -114,6 +127,15 @@ class PromptLookup(Proposer):
         self._ended.move_to_end(scope)
         while len(self._ended) > _MOST_SCOPES:
             self._ended.popitem(last=False)
+
+
+def _draft_at(
+    length: int, position: int, text: TokenIndex, most: int, name: str = "lookup"
+) -> Draft:
+    """What follows at a place, behind so many tokens that are equal; `name`: of the first class."""
+    tokens = tuple(text.tokens[position : position + most])
+    names = (name, *["lookup"] * (len(tokens) - 1))
+    return Draft(tokens, tuple(f"{one} {_class_of(length + n)}" for n, one in enumerate(names)))
 
 
 def _class_of(length: int) -> str:
