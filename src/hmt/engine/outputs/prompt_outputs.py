@@ -30,7 +30,7 @@ class PromptOutputSource(Protocol):
 
     def layer_hidden(self, layer: int, hidden: torch.Tensor) -> None:
         """Of all pooled rows, behind the first `layer` layers: [pooled, hidden_size]."""
-        assert not self.layers
+        raise AssertionError("hidden states of layers were not asked for")
 
 
 class PromptOutputSink:
