@@ -98,6 +98,8 @@ def _at(layers: list[Any]) -> dict[str, Any]:
         ({"hidden_size": 32}, "hidden_size 32, and this one, LlamaForCausalLM, has 64"),
         (_at([2, 19]), r"\[2, 19\], and .* has 10"),
         (_at(["a"]), "hidden states at layers"),
+        ({"eagle_aux_hidden_state_layer_ids": 7}, "hidden states at layers 7, and this model"),
+        ({"eagle_config": [1], "model_type": ["llama"]}, "with layers of llama or qwen3"),
         ({"model_type": "mamba"}, "HMT runs EAGLE-3 drafters with layers of llama or qwen3"),
         (_at([2]), "two layers and more"),
         ({"num_key_value_heads": 3}, "cannot share"),

@@ -38,7 +38,7 @@ def found(
     given = {"host_memory": "64MiB", "max_prefill_tokens": 17, "context": 3 * POSITIONS}
     with hmt.Engine(**given, **options, executor=executor, max_batch=3) as engine:
         model = engine.load_model(folder)
-        together = getattr(model._core.runner.executor, "_together", None) is not None
+        together = bool(getattr(model._core.runner.executor, "_together", ()))
         tokens = ids(60)
         logits = model.logits(tokens, range(len(tokens)), prefill=45)
         answers = model.infer_batch([drawn(ids(count, count), count) for count in (3, 30, 17, 1)])

@@ -50,7 +50,7 @@ def test_logits_equal_transformers_and_do_not_depend_on_the_budget(
             model = engine.load_model(tmp_path)
             assert (model.summary().streamed_bytes > 0) == (budget == least)
             if executor == "overlapped":
-                together = model._core.runner.executor._together is not None
+                together = bool(model._core.runner.executor._together)
                 assert together == (budget > least and not apart and extension.load() is not None)
             found.append(model.logits(tokens, range(len(tokens)), prefill=PROMPT_TOKENS))
             if len(found) == 1 and extension.load() is not None:  # torch cuts products by rows

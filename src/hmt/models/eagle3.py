@@ -4,7 +4,7 @@ Checkpoints are read as their authors publish them (`LlamaForCausalLMEagle3`: `m
 `d2t`) and in the format of the `speculators` library (`speculators_model_type` "eagle3").
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,7 @@ EAGLE3_ARCHITECTURES: Final = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3DraftModel", "Eagle3Speculator",
 )  # fmt: skip
 _FAMILIES: Final = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_LAYER_IDS: Final = "eagle_aux_hidden_state_layer_ids"
 _FIRST: Final = BlockId(0, BlockKind.ATTENTION)
 _QUERY_KEY_VALUE: Final = ("q_proj", "k_proj", "v_proj")
 
@@ -190,7 +191,7 @@ def open_eagle3(
     """
     layer_config = layers_config(config, path)
     family = layer_config.get("model_type", "llama")
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         raise CheckpointError(
             f"{path}/config.json has layers of type {family!r:.60}; HMT runs EAGLE-3 drafters with "
             f"layers of {' or '.join(_FAMILIES)}"
@@ -200,9 +201,9 @@ def open_eagle3(
     check_verifier(
         path, verifier, {"hidden_size": width, "vocab_size": layer_config.get("vocab_size")}
     )
-    said = config.get("eagle_config") or {}
-    asked = config.get("eagle_aux_hidden_state_layer_ids")
-    asked = asked or said.get("eagle_aux_hidden_state_layer_ids")
+    said = config.get("eagle_config")
+    places = config, said if isinstance(said, Mapping) else {}
+    asked = next((one[_LAYER_IDS] for one in places if one.get(_LAYER_IDS) is not None), None)
     options = _Options(
         layers=hidden_layers(path, verifier, asked),
         width=verifier.hidden_size,
@@ -264,17 +265,19 @@ def check_verifier(path: Path, verifier: ModelSpec, sizes: Mapping[str, Any]) ->
         )
 
 
-def hidden_layers(path: Path, verifier: ModelSpec, asked: Sequence[Any] | None) -> tuple[int, ...]:
+def hidden_layers(path: Path, verifier: ModelSpec, asked: object) -> tuple[int, ...]:
     """How many layers come before each hidden state that a drafter in `path` asks for, ascending.
 
     Without `asked` those of the paper: low, middle, high.  Raises ConfigError.
     """
     count = verifier.layers
-    layers = (2, count // 2, count - 3) if asked is None else tuple(asked)
-    numbers = all(type(layer) is int and 0 <= layer <= count for layer in layers)
-    if not numbers or not layers or len(set(layers)) < len(layers):
+    layers = [2, count // 2, count - 3] if asked is None else asked
+    numbers = isinstance(layers, list) and all(
+        type(layer) is int and 0 <= layer <= count for layer in layers
+    )
+    if not isinstance(layers, list) or not numbers or not 0 < len(layers) == len(set(layers)):
         raise ConfigError(
-            f"{path} drafts from hidden states at layers {list(layers)!r:.80}, and this model, "
+            f"{path} drafts from hidden states at layers {layers!r:.80}, and this model, "
             f"{verifier.architecture}, has {count} layers: choose a drafter that was trained for it"
         )
     return tuple(sorted(layers))

@@ -162,6 +162,13 @@ class Executor(ABC):
         with self._places.computing():
             return self._run(step, viewer)
 
+    def _show(
+        self, step: Step, layer: int, hidden: torch.Tensor, viewer: PromptOutputSource | None
+    ) -> None:
+        """Let `viewer` see hidden states behind `layer` layers, where it wants these."""
+        if viewer is not None and layer in viewer.layers:
+            self._outputs.show_layer(step, layer, hidden, viewer)
+
     @abstractmethod
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
         """As `run`, on the queues of the devices."""
@@ -176,11 +183,11 @@ class PlainExecutor(Executor):
         places.begin(step)
         self._stages.begin()
         hidden = self._model.embed(step, self._weights)
-        self._outputs.show_layer(step, 0, hidden, viewer)
+        self._show(step, 0, hidden, viewer)
         for index in range(layers):
             hidden, here = places.fetch(hidden, index), places.step(index)
             hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
-            self._outputs.show_layer(step, index + 1, hidden, viewer)
+            self._show(step, index + 1, hidden, viewer)
             self._stages.ended(index)
         logits = torch.empty(0, self._model.spec.vocab_size)
         if len(step.logit_rows) or step.has_prompt_outputs:
@@ -271,12 +278,12 @@ class OverlappedExecutor(Executor):
                 return logits
         self._request(0)
         hidden = self._model.embed(step, self._weights)
-        self._outputs.show_layer(step, 0, hidden, viewer)
+        self._show(step, 0, hidden, viewer)
         for index in range(self._compute_together(step, hidden, viewer), layers):
             self._request(index)
             hidden, here = places.fetch(hidden, index), places.step(index)
             hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
-            self._outputs.show_layer(step, index + 1, hidden, viewer)
+            self._show(step, index + 1, hidden, viewer)
             ahead.stage_ends(index)
             self._stages.ended(index)
         logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
@@ -303,7 +310,7 @@ class OverlappedExecutor(Executor):
             if not together(hidden, step):
                 return computed
             computed = layers.stop
-            self._outputs.show_layer(step, computed, hidden, viewer)
+            self._show(step, computed, hidden, viewer)
         if computed:
             self._stages.ended(None)
         return computed

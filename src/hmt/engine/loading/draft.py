@@ -20,6 +20,7 @@ from hmt.engine.loading.source import open_source
 from hmt.formats import located
 from hmt.models import open_predictor
 from hmt.text import Tokenizer
+from hmt.weights import named
 
 _SHARE: Final = 4  # of the budget, a draft model may have one of so many parts
 _KEPT: Final = (
@@ -82,6 +83,10 @@ def _prepare_predictor(
             "(DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5; GGUF files where they were converted "
             "with them): leave it out"
         )
+    # Names are found by that of the embedding, which a model that borrows it does not have.
+    whole = open_predictor(source.config, source.path, dtype)
+    assert whole is not None
+    source = replace(source, checkpoint=named(whole.spec, source.checkpoint).checkpoint)
     return prepare_model(source, model, config, host_bytes)
 
 

@@ -30,7 +30,7 @@ class PromptOutputSource(Protocol):
 
     def layer_hidden(self, layer: int, hidden: torch.Tensor) -> None:
         """Of all pooled rows, behind the first `layer` layers: [pooled, hidden_size]."""
-        assert not self.layers
+        raise AssertionError("hidden states of layers were not asked for")
 
 
 class PromptOutputSink:
@@ -51,11 +51,10 @@ class PromptOutputSink:
             viewer.hidden(first, self._model.normed(rows, self._weights).cpu())
 
     def show_layer(
-        self, step: Step, layer: int, hidden: torch.Tensor, viewer: PromptOutputSource | None
+        self, step: Step, layer: int, hidden: torch.Tensor, viewer: PromptOutputSource
     ) -> None:
-        """What `viewer` wants of `hidden` [tokens, hidden_size] behind `layer` layers."""
-        if viewer is not None and layer in viewer.layers:
-            viewer.layer_hidden(layer, hidden[step.pooled_rows.to(hidden.device)].cpu())
+        """The pooled rows of `hidden` [tokens, hidden_size], behind `layer` layers."""
+        viewer.layer_hidden(layer, hidden[step.pooled_rows.to(hidden.device)].cpu())
 
     def _pieces(
         self, wanted: torch.Tensor, hidden: torch.Tensor
