@@ -6,9 +6,7 @@ from dataclasses import replace
 import torch
 
 from hmt.base.trace import Tracer
-from hmt.contracts.blocks import BlockKind
-from hmt.contracts.encoding import Packing
-from hmt.contracts.model import MOST_DRAFTS, KVKind, Model
+from hmt.contracts.model import MOST_DRAFTS, Model
 from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
@@ -127,31 +125,7 @@ def _open_executor(
     graphs = None
     if on_device is not None:
         tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
-        graphs = open_graphs(
-            model, weights, plan, on_device, kv, tokens, exact_batches=_exact_batches(prepared)
-        )
+        graphs = open_graphs(model, weights, plan, on_device, kv, tokens, prepared.layouts)
     inputs = None if memory.draft is None else memory.draft.inputs
     layers = () if inputs is None else inputs.layers
     return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows, layers)
-
-
-def _exact_batches(prepared: Prepared) -> bool:
-    """Whether GPU kernels give a token's products the same bits in steps of 1 to 16 tokens.
-
-    Those of ggml's blocks with activations rounded to int8 do.  Those of experts and of latents do
-    not.
-    """
-    spec = prepared.model.spec
-    latent = any(layer is not None and layer.kind is KVKind.LATENT for layer in spec.kv)
-    if spec.experts_per_token or latent:
-        return False
-    formats = (
-        placed.format
-        for block, layout in prepared.layouts.items()
-        if block.kind is not BlockKind.EMBEDDING
-        for placed in (*layout.placed, *(staged.placed for staged in layout.staged))
-        if len(placed.param.spec.shape) == 2
-    )
-    return all(
-        one.encoding.packing is Packing.BLOCKS and one.activations.are_integers for one in formats
-    )

@@ -42,6 +42,7 @@ from hmt.kernels.triton.gemm.dispatch import (
     linear_into,
     linear_many,
     linear_many_float,
+    single_tokens,
 )
 from hmt.kernels.triton.moe import (
     Mailbox,
@@ -67,7 +68,6 @@ from hmt.kernels.triton.recurrent import (
     time_steps,
     update_state_runs,
 )
-from hmt.kernels.triton.single_tokens import single_tokens
 from hmt.kernels.triton.transfer import (
     can_copy_pages,
     copy_pairs,

@@ -1,15 +1,18 @@
 """Which steps of a plan a device captures, and how."""
 
+from collections.abc import Mapping
 from functools import partial
 
-from hmt.contracts.blocks import BlockKind
-from hmt.contracts.model import Model
+from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.contracts.encoding import Packing
+from hmt.contracts.model import KVKind, Model, ModelSpec
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import Weights
 from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.loading.device import OnDevice
 from hmt.kernels import graph_ops
 from hmt.kvcache import AnyKV, GraphKVCache, PagedKV, TieredKV
+from hmt.weights import BlockLayout
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MAX_PROMPT_LOGIT_ROWS = 32
@@ -24,8 +27,7 @@ def open_graphs(
     on_device: OnDevice,
     kv: AnyKV,
     rows: int,
-    *,
-    exact_batches: bool = False,
+    layouts: Mapping[BlockId, BlockLayout],
 ) -> GraphRunner | str:
     """Captured steps, where all but embedding, head and experts is on the device.
 
@@ -33,10 +35,9 @@ def open_graphs(
     model without experts, and KV pages of one whose experts are on the device.  Recurrent state is
     where its layers are.  Otherwise what prevents capturing, for people.
 
-    rows            tokens of a step, at most
-    exact_batches   see GraphRunner
+    rows   tokens of a step, at most
     """
-    captured = partial(GraphRunner, exact_batches=exact_batches)
+    captured = partial(GraphRunner, exact_batches=_exact_batches(model.spec, layouts))
     own, device = on_device.weights, on_device.device
     if model.spec.uncaptured:
         return model.spec.uncaptured
@@ -95,3 +96,24 @@ def _leaves_only_networks(model: Model, plan: Plan) -> bool:
         (BlockKind.VISION, Tier.DISK),
     }
     return away <= known and plan.device.stages >= set(range(model.spec.layers + 1))
+
+
+def _exact_batches(spec: ModelSpec, layouts: Mapping[BlockId, BlockLayout]) -> bool:
+    """Whether GPU kernels give a token's products the same bits in steps of 1 to 16 tokens.
+
+    Those of ggml's blocks with activations rounded to int8 do.  Those of experts and of latents do
+    not.
+    """
+    latent = any(layer is not None and layer.kind is KVKind.LATENT for layer in spec.kv)
+    if spec.experts_per_token or latent:
+        return False
+    formats = (
+        placed.format
+        for block, layout in layouts.items()
+        if block.kind is not BlockKind.EMBEDDING
+        for placed in (*layout.placed, *(staged.placed for staged in layout.staged))
+        if len(placed.param.spec.shape) == 2
+    )
+    return all(
+        one.encoding.packing is Packing.BLOCKS and one.activations.are_integers for one in formats
+    )

@@ -19,7 +19,7 @@ more        4 bits, int8; A8                     all           int8_gemm.py: `ma
 more        A8 in other groups                   all           `reference`
 more        others                               all           dequantize.py, then cuBLAS
 
-Where tokens are to have the bits of steps of one token (single_tokens.py), up to 16 are multiplied
+Where tokens are to have the bits of steps of one token (`single_tokens`), up to 16 are multiplied
 by gemv_float.py and gemv_blocks.py, and with other weights one after the other.
 
 splitk_reduce.py adds the parts of products whose inputs several programs divide.  What kernels are

@@ -36,7 +36,7 @@ from hmt.kernels.triton.gemm.skinny_launch import (
     multiply_panels,
     multiply_rows,
 )
-from hmt.kernels.triton.single_tokens import are_single
+from hmt.kernels.triton.single_tokens import are_single, single_tokens
 
 __all__ = [
     "dequantize",
@@ -47,6 +47,7 @@ __all__ = [
     "linear_many",
     "linear_many_float",
     "quantize_activations",
+    "single_tokens",
 ]
 
 # Up to so many tokens weights are read as they lie; above, cuBLAS multiplies with numbers made of
