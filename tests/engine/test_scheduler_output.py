@@ -25,8 +25,10 @@ SMALL = st.integers(0, 1 << 20)
 SEGMENTS = st.builds(
     SegmentRequest,
     SMALL, SMALL, st.lists(SMALL, min_size=1, max_size=5), st.integers(0, 1), SMALL, SMALL,
-    st.integers(0, 3), st.integers(0, 3), SMALL, SMALL,
+    st.integers(0, 3), st.integers(0, 3), SMALL, SMALL, axes=st.just(()),
 )  # fmt: skip
+# Some with rotary positions on three axes.
+SEGMENTS |= SEGMENTS.map(lambda part: part._replace(axes=(tuple(part.tokens),) * 3))
 OPERATIONS = st.builds(
     KVOperation,
     st.sampled_from(["open", "fork", "grow", "shrink", "rewind", "park", "resume", "close"]),
@@ -65,6 +67,10 @@ def test_its_rows_are_those_of_the_tensors(segments: list[SegmentRequest]) -> No
         assert mine == [(owners[row], int(step.positions[row])) for row in rows.tolist()]
     assert output.sampled == [owners[row] for row in step.logit_rows.tolist()]
     assert output.num_tokens == len(step.token_ids)
+    assert (step.axes is not None) == any(part.axes for part in segments)
+    if step.axes is not None:
+        axes = [part.axes or (range(part.start, part.context),) * 3 for part in segments]
+        assert step.axes.tolist() == [[n for part in axes for n in part[axis]] for axis in range(3)]
     assert output.shows_prompts == step.has_prompt_outputs
 
 

@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -163,6 +163,17 @@ class ImageStore:
             if self._images.keys() <= set(own) and self._decoding.total() <= 1:
                 raise RequestError(f"{said}: make it smaller, or raise --host-memory")
             raise BudgetError(f"{said}, of which others hold the rest: try again later")
+
+
+def open_images(
+    encoder: ImageEncoder | None, accounts: Mapping[str, Account], stack: ExitStack
+) -> ImageStore | None:
+    """What holds images of requests; None for a model that sees none.  Closed by `stack`."""
+    if encoder is None:
+        return None
+    images = ImageStore(encoder, accounts["images"])
+    stack.callback(images.close)
+    return images
 
 
 def placed(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.experts.trace_recorder import open_trace
-from hmt.engine.images import ImageStore
+from hmt.engine.images import open_images
 from hmt.engine.loading.device import load_on_device
 from hmt.engine.loading.disk import spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
@@ -89,10 +89,7 @@ def allocate(
             # comes before the next step then.
             stack.enter_context(on_device.device.compute_stream())
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
-        images = None
-        if model.encoder is not None:
-            images = ImageStore(model.encoder, accounts["images"])
-            stack.callback(images.close)
+        images = open_images(model.encoder, accounts, stack)
         trace = None
         if config.expert_trace is not None:
             name, blocks = prepared.source.path.name, prepared.demand.blocks

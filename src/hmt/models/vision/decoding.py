@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hmt.base.errors import ConfigError, MachineError, RequestError
+from hmt.base.errors import ConfigError, MachineError, RequestError, os_reason
 from hmt.base.units import format_bytes
 from hmt.contracts.image import ImageInput
 from hmt.sandbox import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker
@@ -124,6 +124,6 @@ def _read(path: Path) -> bytes:
             return file.read(MOST_FILE_BYTES + 1)
     except OSError as error:
         raise RequestError(
-            f"the image {path} cannot be read ({error.strerror}): give a file in PNG, JPEG, WebP "
+            f"the image {path} cannot be read ({os_reason(error)}): give a file in PNG, JPEG, WebP "
             "or GIF"
         ) from error
