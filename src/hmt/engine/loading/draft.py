@@ -22,6 +22,11 @@ from hmt.models import open_predictor
 from hmt.text import Tokenizer
 from hmt.weights import named
 
+# Captured steps do not show hidden states, and others have other bits there.
+_ON_CPU: Final = (
+    "what drafts from hidden states does so for models on CPUs only: leave --speculate out, choose "
+    "a smaller model with draft=PATH, or run without a GPU"
+)
 _SHARE: Final = 4  # of the budget, a draft model may have one of so many parts
 _KEPT: Final = (
     "host_memory_bytes", "quantization", "dtype", "activations", "executor", "context",
@@ -36,8 +41,7 @@ def prepare_draft(
     """The draft model of the one in `path`; None: none was asked for.
 
     host_bytes   that are left for both
-    on_device    the other one may have its embedding or its output layer on a device, so that they
-                 are copied instead of shared
+    on_device    whether layers of the other one may be on a device
 
     Raises ConfigError where there is none or it does not suit, else as `prepare`.
     """
@@ -47,14 +51,16 @@ def prepare_draft(
     way, _, folder = config.speculate.partition("=")
     try:
         if way == "mtp":
-            predictor = _prepare_predictor(path, own, host_bytes // _SHARE, share=not on_device)
+            if on_device:
+                raise ConfigError(_ON_CPU)
+            predictor = _prepare_predictor(path, own, host_bytes // _SHARE)
             return PreparedDraft(predictor, own, DraftInputs("mtp"))
         if way == "draft":
             source = open_source(located(folder))
             if (kind := drafter_kind(source.checkpoint)) is not None:
-                return prepare_drafter(
-                    kind, path, source, own, host_bytes // _SHARE, share=not on_device
-                )
+                if on_device:
+                    raise ConfigError(_ON_CPU)
+                return prepare_drafter(kind, path, source, own, host_bytes // _SHARE)
             return PreparedDraft(_prepare_model(path, folder, own, host_bytes // _SHARE), own)
     except BudgetError as error:
         raise BudgetError(
@@ -64,14 +70,11 @@ def prepare_draft(
     return None
 
 
-def _prepare_predictor(
-    path: Path, config: EngineConfig, host_bytes: int, *, share: bool
-) -> Prepared:
+def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Prepared:
     source = open_source(path)
-    borrows = (BlockKind.EMBEDDING, BlockKind.HEAD) if share else ()
-    model = open_predictor(
-        source.config, source.path, dtype_for(config, source, on_gpu=False), borrows
-    )
+    dtype = dtype_for(config, source, on_gpu=False)
+    borrows = (BlockKind.EMBEDDING, BlockKind.HEAD)
+    model = open_predictor(source.config, source.path, dtype, borrows)
     if source.pack is not None:
         raise ConfigError(
             f"speculate=mtp, but {path} is a pack, which holds the layers that answers need and no "

@@ -51,13 +51,10 @@ def prepare_drafter(
     source: Source,
     config: EngineConfig,
     host_bytes: int,
-    *,
-    share: bool,
 ) -> PreparedDraft:
     """The drafter in `source` for the model in `path`.
 
-    share   whether it may compute with the bytes of that model's embedding and output layer, where
-            it has none of its own
+    It computes with the bytes of that model's embedding and output layer where it has none.
 
     Raises ConfigError where it is none that HMT runs or drafts for another model, else as
     `prepare`.
@@ -73,7 +70,7 @@ def prepare_drafter(
     spec = verifying.spec
     _check_architecture(source, verifier)
     dtype = dtype_for(config, source, on_gpu=False)
-    borrows = _missing(source.checkpoint) if share and isinstance(verifying, Decoder) else ()
+    borrows = _missing(source.checkpoint) if isinstance(verifying, Decoder) else ()
     model = open_eagle3(source.config, folder, dtype, spec, borrows)
     joined = replace(source, checkpoint=_with_verifier(source.checkpoint, verifier, spec))
     prepared = prepare_model(joined, model, config, host_bytes)
