@@ -112,7 +112,7 @@ def test_experts_that_the_cpu_is_asked_for(moe: Path) -> None:
     """Their sums depend in their last digits on what is cached: each token is a likeliest one."""
     options = OPTIONS | {"quantization": "w4a16:32", "dtype": "float32", "context": 512}
     [request] = requests(1, 60)
-    with hmt.Engine(**options, gpu_memory=taken_bytes("0") + (24 << 20), gpu_id="0") as engine:
+    with hmt.Engine(**options, gpu_memory=taken_bytes("0") + (44 << 20), gpu_id="0") as engine:
         model = engine.load_model(moe)
         assert model.plan.device.expert_slots
         known = [*request.input, *model.infer(request).token_ids]
@@ -132,7 +132,7 @@ def test_experts_that_the_cpu_is_asked_for(moe: Path) -> None:
 @pytest.mark.gpu
 def test_pages_at_several_levels() -> None:
     """Parts are added as they are shared out: each token is a likeliest one."""
-    options = OPTIONS | {"dtype": "float32", "kv_gpu_memory": "1MiB", "max_prefill_tokens": 64}
+    options = OPTIONS | {"dtype": "float32", "kv_gpu_memory": "4MiB", "max_prefill_tokens": 64}
     ids = [16 + (7 * n) % 480 for n in range(600)]
     request = hmt.Request(ids, 60, ignore_eos=True)
     with hmt.Engine(**options, gpu_memory="2GiB", gpu_id="0") as engine:

@@ -16,6 +16,10 @@ _ASSUMED: Final = 0.5, 4.0
 _ASSUMED_OF: Final = {"lookup >16": 0.9, "draft 5": 0.9, "mtp 0 5": 0.9}
 FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured
 _TRIAL_STEPS: Final = 12  # with draft tokens, before they are judged
+_CLEAR_LOSS: Final = 4, 0.7  # after so many steps with less than this share of the speed: at once
+# Times what a step should have taken: what took longer was not the tokens' price.  The first draft
+# tokens on a GPU compile kernels for seconds, and would count for hundreds of steps.
+_OUTLIER: Final = 3.0
 _PAUSE_STEPS: Final = 64  # without any, after a loss; twice as many after the next
 _LONGEST_PAUSE: Final = 2048
 
@@ -193,12 +197,16 @@ class SpeculationGate:
 
         drafting   whether time went into draft tokens, be it that they were verified or made
         """
+        if self.times.weight > 1:
+            seconds = min(seconds, _OUTLIER * self.times.of(tokens))
         self.times.add(tokens, seconds)
         (self._drafting if drafting else self._plain).add(emitted, seconds)
         self._paused = max(0, self._paused - 1)
-        if self._drafting.steps < _TRIAL_STEPS or not self._plain.seconds:
+        steps, share = self._drafting.steps, self._drafting.rate / (self._plain.rate or 1)
+        is_clear = steps >= _CLEAR_LOSS[0] and share < _CLEAR_LOSS[1]
+        if not self._plain.seconds or not (steps >= _TRIAL_STEPS or is_clear):
             return
-        if self._drafting.rate < self._plain.rate:
+        if share < 1:
             self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         else:
             self._pause = _PAUSE_STEPS
