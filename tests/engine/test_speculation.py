@@ -285,7 +285,7 @@ def test_steps_that_did_something_else_as_well_do_not_count_for_long() -> None:
         first -= bool(slow)
         seconds = 0.004 + 0.0002 * count + slow
         gate.step_took(1 + count, 1 + count, seconds, drafting=bool(count))
-    assert used > 250
+    assert used > 200  # of 400; 153 where the long ones count whole
 
 
 def test_a_branch_is_worth_it_where_the_draft_is_often_wrong() -> None:
