@@ -1,5 +1,6 @@
 #include "sublayers/mixers.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "base/scratch.h"
@@ -121,7 +122,8 @@ void leave_drafts(const ConstMatrix& given, StateRuns runs, const StateJournal& 
   const RecurrentKernels& kernels = active(recurrent_kernels_tables());
   for (size_t r = 0; r < runs.count; ++r) {
     const StateRun& run = runs.runs[r];
-    for (size_t n = 0; n < run.drafts; ++n) {
+    // Without a journal, a run that does not advance is one of a rehearsal for a capture.
+    for (size_t n = 0; n < std::min(run.drafts, journal.room); ++n) {
       const size_t token = run.offset + run.stays() + n;
       kernels.convert(given.type,
                       static_cast<const char*>(given.data) +
