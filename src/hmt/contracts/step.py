@@ -41,7 +41,7 @@ class Segment:
     whole            positions that are rotated as one prompt: rotary frequencies that depend on a
                      length go by this many, and behind them by the positions up to each token.  0:
                      `context`.
-    drafts           how many of the last tokens are guesses, which may be taken back
+    drafts           how many of the last tokens are drafts, which may be taken back
     preceding        the tokens right before the run, oldest first: as many as there are, up to the
                      model's `token_window`
     """
@@ -85,7 +85,7 @@ class SegmentRequest(NamedTuple):
     images               tokens of the segment that stand for images
     axes                 rotary positions of its tokens, of three axes; (): one, by their places
 
-    Where all tokens are guesses, even the first, which another segment of the request has as well,
+    Where all tokens are drafts, even the first, which another segment of the request has as well,
     it is a branch: another draft, over a fork of the sequence.
     """
 

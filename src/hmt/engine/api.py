@@ -45,7 +45,7 @@ class LoadedModel:
         devices: Many[Device] = (),
         draft: PreparedDraft | None = None,
     ) -> None:
-        """`draft` is a small model that guesses tokens, if one does."""
+        """`draft` is a small model that drafts tokens, if one does."""
         self.prepared = prepared
         self.max_batch = config.max_batch
         self.tokenizer = prepared.source.tokenizer()

@@ -63,12 +63,12 @@ class EngineConfig:
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
     max_batch             requests that run at once
-    speculate             "lookup" guesses next tokens by what the text said before, and verifies
+    speculate             "lookup" drafts next tokens by what the text said before, and verifies
                           several in a step, where that changes no answer and takes less time; "mtp"
                           also by the checkpoint's multi-token prediction layers, "draft=PATH" by a
                           smaller model of the same tokenizer, or by an EAGLE-3 drafter; "off" does
                           not; "auto" does what needs no memory: lookup
-    draft_tokens          guesses that a step may end with for each sequence of a model with
+    draft_tokens          draft tokens that a step may end with for each sequence of a model with
                           recurrent state, which has a journal for so many; None: 8, or as many as
                           there are in 1/64 of the host memory
     kv_gpu_memory_bytes   KV pages that stay where layers compute; what does not fit goes to

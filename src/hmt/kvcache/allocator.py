@@ -240,7 +240,7 @@ class KVAllocator:
             self.page_table.drop(partial)
 
     def rollback(self, sequence: int, tokens: int) -> None:
-        """Let a sequence hold its first `tokens` positions: the others were guesses of one step.
+        """Let a sequence hold its first `tokens` positions: the others were drafts of one step.
 
         It keeps all that it has reserved.
         """

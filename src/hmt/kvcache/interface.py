@@ -21,7 +21,7 @@ class KVStorage(Protocol):
         ...
 
     def rollback(self, sequence: int, tokens: int) -> None:
-        """Let a sequence hold no more than `tokens` positions; the others were guesses."""
+        """Let a sequence hold no more than `tokens` positions; the others were drafts."""
         ...
 
     def pages_made(self, ids: Ints) -> None:

@@ -25,7 +25,7 @@ class StateStore:
     layers leaves it between two positions.  So the store knows at which position each sequence's
     is, and refuses a step that begins anywhere else but at 0.
 
-    A step may end with tokens that are guesses.  Then the state is behind its sequence until the
+    A step may end with draft tokens.  Then the state is behind its sequence until the
     next step, and the sequence can go back as far as there: see `state_journal`.
 
     slots         which one each sequence has; stores of other layers may share them
@@ -46,7 +46,7 @@ class StateStore:
         """Room for all of `slots`, spare ones included.
 
         inputs        by layer: see `ModelSpec.state_inputs`
-        drafts        guesses that a run of a step may end with
+        drafts        draft tokens that a run of a step may end with
         checkpoints   whether spare ones hold copies for sequences that begin alike
         chunk         tokens of a prompt in a step at most
         Raises BudgetError if it is not there.
@@ -171,12 +171,12 @@ class StateStore:
             self._journal.copy(own, to)
 
     def can_rollback(self, sequence: int, position: int) -> bool:
-        """Whether `rollback` is possible: whether nothing but guesses is behind `position`."""
+        """Whether `rollback` is possible: whether only draft tokens are behind `position`."""
         at = self._positions.get(sequence, 0)
         return at - self._pending.get(sequence, 0) <= position <= at
 
     def rollback(self, sequence: int, position: int) -> None:
-        """Let a sequence hold no more than `position` tokens; the others were guesses.
+        """Let a sequence hold no more than `position` tokens; the others were draft tokens.
 
         Nothing is computed or copied: the next step does that.
         """
@@ -278,7 +278,7 @@ class StateStore:
             )
         if run.drafts > self._journal.drafts or run.drafts == run.context:
             raise AssertionError(
-                f"a run of {run.length} tokens ends with {run.drafts} guesses; the journal of "
+                f"a run of {run.length} tokens ends with {run.drafts} draft tokens; the journal of "
                 f"recurrent state has room for {self._journal.drafts}"
             )
         pending = self._pending.pop(run.sequence, 0) if run.start else 0

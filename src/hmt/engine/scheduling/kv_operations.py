@@ -45,7 +45,7 @@ class KVOperationLog:
         self._do("rewind", sequence, tokens)
 
     def rollback(self, sequence: int, tokens: int, /) -> None:
-        """Take back guesses of the last step."""
+        """Take back draft tokens of the last step."""
         self._do("rollback", sequence, tokens)
 
     def park(self, sequence: int, /) -> None:

@@ -70,7 +70,7 @@ class Scheduler:
                    of `checkpoint_interval`: there recurrent state is kept for others
         token_window   of the model
         begin_answer   chooses the first token of a sequence by the logits of another's prompt
-        draft      guesses of a sequence's next tokens, at most so many, in a step of so many
+        draft      a sequence's draft tokens, at most so many, in a step of so many
                    sequences that reads no prompt; `alternatives` of these are `branches`
         """
         self.kv = KVOperationLog(kv)
@@ -178,7 +178,7 @@ class Scheduler:
         return SchedulerOutput(tuple(segments), sum(shares), self.kv.take())
 
     def _drafts(self, sequence: SequenceState, sequences: int) -> tuple[int, ...]:
-        """Guesses of what follows a sequence that decodes, for which it has places already."""
+        """Draft tokens of a sequence that decodes, for which it has places already."""
         end = len(sequence.tokens)
         room = min(sequence.reserved_tokens, sequence.max_total_tokens - 1)
         border = self._border
@@ -189,7 +189,7 @@ class Scheduler:
     def _segment(
         self, sequence: SequenceState, count: int, drafts: tuple[int, ...]
     ) -> SegmentRequest:
-        """The next `count` tokens of a sequence, and guesses behind them."""
+        """The next `count` tokens of a sequence, and draft tokens behind them."""
         assert sequence.kv is not None
         first, last = sequence.computed, sequence.computed + count
         if last + len(drafts) > sequence.reserved_tokens:  # kernels would write beside its pages
@@ -213,7 +213,7 @@ class Scheduler:
         )
 
     def take_back(self, sequence: SequenceState) -> None:
-        """Let a sequence hold no more than what counts as computed: the rest were guesses."""
+        """Let a sequence hold no more than what counts as computed: the rest were drafts."""
         assert sequence.kv is not None
         self.kv.rollback(sequence.kv, sequence.computed)
 
