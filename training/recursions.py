@@ -220,7 +220,7 @@ class MixtureOfRecursions(nn.Module):
         return functional.linear(states, self.model.embed_tokens.weight)
 
     def applications(self, active: Tensor) -> float:
-        """Layers that a token passes through on average, of those that there are at most: 0 to 1."""
+        """Layers that a token passes through on average, of those that there are: 0 to 1."""
         config = self.config
         further = float(active.float().mean((1, 2)).sum()) * config.recursion_layers
         least = config.recursion_layers + 2

@@ -56,11 +56,11 @@ class SomeTokens:
         return replace(kept, key_dim=kept.key_dim + _WIDENED)
 
     def append_holes(self, hidden: Tensor, layer: int, step: Step, kv: KVCache) -> None:
-        """Let no token of the step be seen in `layer`; hidden [tokens, hidden_size] says of what
-        dtype and where its keys are.
+        """Let no token of the step be seen in `layer`.
+
+        hidden [tokens, ...] tells the dtype and the device of keys.
         """
-        kept = self.attention
-        key, value = self._holes(hidden, kept.kv_heads)
+        key, value = self._holes(hidden, self.attention.kv_heads)
         kv.append(layer, step, key, value)
 
     def attend_with_holes(
