@@ -37,7 +37,7 @@ class Output(NamedTuple):
 
 
 class Norm(nn.Module):
-    """x / rms(x) * weight, in f32."""
+    """x / rms(x) * weight, summed in f32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Of x [..., width], in its dtype."""
-        return functional.rms_norm(x.float(), x.shape[-1:], eps=self._eps).to(x.dtype) * self.weight
+        return functional.rms_norm(x, x.shape[-1:], self.weight, self._eps)
 
 
 class SelfAttention(nn.Module):
@@ -155,7 +155,8 @@ class Trunk(nn.Module):
         """States of ids [batch, length].
 
         shares       of the tokens still in it, those that go on, for each further recursion: the
-                     ones with the highest scores of the whole batch
+                     ones with the highest scores of the whole batch.  The router learns from what
+                     going on changes, as if sigmoid(score - threshold) of it were taken
         thresholds   or the scores above which tokens go on; neither: all tokens do
         """
         config = self.config
@@ -172,8 +173,12 @@ class Trunk(nn.Module):
         scores_by_recursion, active_by_recursion = [], []
         for number in range(config.num_recursions - 1):
             scores = self.scores(hidden, number)
+            gate = None
             if shares is not None and shares[number] < 1:
-                active = active & (scores > _quantile(scores[active], 1 - shares[number]))
+                threshold = _quantile(scores[active], 1 - shares[number])
+                soft = active * (scores - threshold).sigmoid()
+                active = active & (scores > threshold)
+                gate = (active + soft - soft.detach()).to(hidden.dtype)
             elif thresholds is not None:
                 active = active & (scores > thresholds[number])
             x = hidden
@@ -182,8 +187,10 @@ class Trunk(nn.Module):
                     x, _ = layer(x, rope, keys_values)
                 else:
                     x, _ = layer(x, rope, None, active if some else None)
-            change = scores.sigmoid()[..., None] * (x - hidden).float()
-            hidden = torch.where(active[..., None], hidden + change.to(hidden.dtype), hidden)
+            if gate is None:
+                hidden = torch.where(active[..., None], x, hidden)
+            else:
+                hidden = hidden + gate[..., None] * (x - hidden)
             scores_by_recursion.append(scores)
             active_by_recursion.append(active)
         hidden, _ = last(hidden, rope)

@@ -1,13 +1,14 @@
-"""Score a reference model with transformers, or recursions in plain torch; in BF16 on the CPU.
+"""Score a reference model with transformers, or recursions in plain torch; in BF16.
 
     python training/score.py CHECKPOINT --text assets/text/valid.txt [--out quality.json]
-        [--depth 0.75] [--device cuda]
+        [--depth 0.75] [--depth-router FILE] [--device cuda]
 
 transformers' own FP8 loader needs a GPU, so FP8 tiles are turned into BF16 here.
 """
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,9 @@ import transformers
 from recursions import ARCHITECTURE, MixtureOfRecursions
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from train_router import DepthRouter, passes
 from transformers import AutoConfig, PreTrainedModel
+from typing_extensions import override
 
 from hmt.bench import Extent, evaluate
 
@@ -58,6 +61,32 @@ class Recursions:
         return self.model.lm_head(output.last_hidden_state[0, wanted]).float().cpu()
 
 
+class Routed(TransformersModel):
+    """A Llama whose tokens skip layers by a depth router; `depths` as in `Recursions`."""
+
+    def __init__(self, model: PreTrainedModel, router: Path, depth: float) -> None:
+        super().__init__(model)
+        stored = load_file(router, device=str(model.device))
+        known = [round(one, 3) for one in stored.pop("depths").tolist()]
+        thresholds = stored.pop("thresholds").tolist()
+        self._threshold = thresholds[known.index(depth)] if depth < 1 else -math.inf
+        self._router = DepthRouter(*stored["weight"].shape, model.config.rms_norm_eps)
+        self._router.to(model.device).load_state_dict(stored)
+        self.depths: list[float] = []
+
+    @override
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int], rows: Sequence[int]) -> torch.Tensor:
+        """Logits that follow `tokens[: row + 1]` for each row: f32 [rows, vocab]."""
+        ids = torch.tensor([list(tokens)], device=self.model.device)
+        states, scores = passes(self.model, self._router, ids, self._threshold)
+        layers = len(scores) + 1
+        passed = float((scores > self._threshold).float().mean())
+        self.depths.append((1 + (layers - 1) * passed) / layers)
+        wanted = torch.tensor(list(rows), device=self.model.device)
+        return self.model.lm_head(states[0, wanted]).float().cpu()
+
+
 def load(folder: Path, device: str, depth: float) -> TransformersModel | Recursions:
     """The checkpoint in `folder`, in BF16 on `device`, without its MTP layer."""
     if json.loads((folder / "config.json").read_text())["architectures"] == [ARCHITECTURE]:
@@ -96,13 +125,16 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="held-out text")
     parser.add_argument("--retrieval", default="2048x8,8192x4", help="LENGTHxSEQUENCES,...")
     parser.add_argument("--out", type=Path, help="write the scores here")
-    parser.add_argument("--depth", type=float, default=1.0, help="of a mixture of recursions")
+    parser.add_argument("--depth", type=float, default=1.0, help="layers passed, as a share")
+    parser.add_argument("--depth-router", type=Path, help="what train_router.py wrote")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     pairs = (part.split("x") for part in options.retrieval.split(","))
     extent = Extent(retrieval={int(length): int(count) for length, count in pairs})
     tokenizer = Tokenizer.from_file(str(options.checkpoint / "tokenizer.json"))
     model = load(options.checkpoint, options.device, options.depth)
+    if options.depth_router:
+        model = Routed(model.model, options.depth_router, options.depth)
     quality = evaluate(
         model,
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
@@ -115,8 +147,8 @@ def main() -> None:
         "blocks as BF16), by the protocol of hmt.bench.quality",
         **quality.as_json(),
     }
-    if isinstance(model, Recursions):
-        data["measured_with"] = "plain torch (training/recursions.py), by hmt.bench.quality"
+    if isinstance(model, Recursions | Routed):
+        data["measured_with"] = "plain torch, by the protocol of hmt.bench.quality"
         data["depth"] = round(sum(model.depths) / len(model.depths), 3)
     print(json.dumps(data, indent=1))
     if options.out:

@@ -2,8 +2,9 @@
 
     python training/train_recursions.py --data FOLDER --out FOLDER [--kv own|first] [--seconds 300]
 
-FOLDER comes from prepare.py.  Six of ten steps let a random share of the tokens into each further
-recursion, so that one set of weights serves all depths; the others let all of them in.  `--tiny`
+FOLDER comes from prepare.py.  After a first fifth of the time, six of ten steps let a random share
+of the tokens into each further recursion, so that one set of weights serves all depths; the others
+let all of them in.  `--tiny`
 shows on a CPU that everything works.
 """
 
@@ -20,11 +21,14 @@ from export import save_tokenizer
 from optimizer import MasterAdamW, weighted_loss
 from recursions import MixtureOfRecursions, Output, configuration
 from tokenizers import Tokenizer
-from train import FULL, TINY, Batches, Schedule
+from train import TINY, Batches, Schedule
 
-# Of the loss, for a gate that is wholly open: what a token's further recursions must be worth.
-_COST = 0.02
-_WHOLE_STEPS, _LEAST_SHARE = 0.4, 0.05
+# Only the order of scores counts, so they would drift without a small price of their squares.
+_DRIFT = 1e-3
+_FIRST_WHOLE, _WHOLE_STEPS, _LEAST_SHARE = 0.2, 0.4, 0.25
+_FULL = Schedule(
+    ((0.3, 512), (0.7, 2048), (0.88, 8192), (math.inf, 32768)), 65536, 4000, text_share=0.2
+)
 DEPTHS = [round(0.05 * n, 2) for n in range(9, 20)]  # of which the thresholds are written down
 
 
@@ -42,20 +46,20 @@ def train(model: MixtureOfRecursions, batches: Batches, schedule: Schedule, seco
         length = schedule.length(part, step)
         ids, weights = batches.take(length, schedule.length(part, step + 1))
         ids, weights = ids.to(model.device), weights.to(model.device)
-        whole = rng.random() < _WHOLE_STEPS
+        whole = part < _FIRST_WHOLE or rng.random() < _WHOLE_STEPS
         share = 1.0 if whole else rng.uniform(_LEAST_SHARE, 1)
         output = model.model(ids, shares=[share] * further)
         loss = weighted_loss(output.last_hidden_state, ids, weights, model.lm_head)
-        (loss + _COST * output.scores.sigmoid().mean()).backward()
+        (loss + _DRIFT * output.scores.square().mean()).backward()
         cosine = 0.5 * (1 + math.cos(math.pi * part))
         optimizer.step(3e-3 * min(1, step / 100) * (0.05 + 0.95 * cosine))
         seen += ids.numel()
         if step == 0 or now - printed > 15:
             printed = now
-            gates = ", ".join(f"{g:.2f}" for g in output.scores.sigmoid().mean((1, 2)).tolist())
+            spread = ", ".join(f"{one:.2f}" for one in output.scores.std((1, 2)).tolist())
             print(
                 f"{part:4.0%}  step {step}  length {ids.shape[1]}  share {share:.2f}  loss "
-                f"{loss.item():.3f}  gates {gates}  {seen / 1e6:.1f} M tokens",
+                f"{loss.item():.3f}  scores +- {spread}  {seen / 1e6:.1f} M tokens",
                 flush=True,
             )
 
@@ -118,10 +122,10 @@ def main() -> None:
     config = configuration(tokenizer.get_vocab_size(), CONTEXT, options.kv)
     model = MixtureOfRecursions(config).to(device, torch.bfloat16)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {device}")
-    schedule = TINY if options.tiny else FULL
+    schedule = TINY if options.tiny else _FULL
     batches = Batches(options.data, tokenizer, schedule)
     train(model, batches, schedule, options.seconds)
-    length = schedule.phases[0][1]
+    length = schedule.phases[1][1]
     samples = [batches.take(length, length)[0].to(device) for _ in range(1 if options.tiny else 4)]
     for depth in DEPTHS[1::5] if options.tiny else DEPTHS:
         found, reached = thresholds(model, samples, depth)

@@ -19,7 +19,6 @@ from hmt.contracts.model import KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.kernels import ops
-from hmt.kernels.reference.elementwise import sigmoid
 from hmt.layers import LayerApplications, Params, SomeTokens
 from hmt.models.config import Config, attention, norm, residual_ffn, rotary
 from hmt.models.decoder import Decoder, attention_block, ffn_block
@@ -34,13 +33,11 @@ class _Recursion:
 
     runs    of the step
     rows    int64: which tokens
-    gates   f32 [rows, 1]: what their change is multiplied with
     hidden  [rows, hidden_size]: their states so far
     """
 
     runs: tuple[Segment, ...]
     rows: Tensor
-    gates: Tensor
     hidden: Tensor
 
 
@@ -179,9 +176,7 @@ class MixtureOfRecursions(Decoder):
             going.hidden = self.ffn(going.hidden, x, params)
             if place < self.block_layers - 1:
                 return
-            before = hidden[going.rows]
-            change = going.gates * (going.hidden - before).float()
-            hidden[going.rows] = before + change.to(hidden.dtype)
+            hidden[going.rows] = going.hidden
             if recursion < self.recursions - 1:
                 self._going = self._next(recursion, going.rows, hidden, step, params)
 
@@ -189,12 +184,11 @@ class MixtureOfRecursions(Decoder):
         self, number: int, rows: Tensor, hidden: Tensor, step: Step, params: Params
     ) -> _Recursion:
         """Which of `rows` go on to further recursion `number`, by their states in `hidden`."""
-        weight, bias = params["router"].data[number], params["router_bias"].data[number]
-        scores = ops.depth_scores(hidden[rows], weight, bias, self.norm.eps)
         if self._thresholds is not None:
-            going = scores > self._thresholds[number]
-            rows, scores = rows[going], scores[going]
-        return _Recursion(step.segments, rows, sigmoid(scores)[:, None], hidden[:0])
+            weight, bias = params["router"].data[number], params["router_bias"].data[number]
+            scores = ops.depth_scores(hidden[rows], weight, bias, self.norm.eps)
+            rows = rows[scores > self._thresholds[number]]
+        return _Recursion(step.segments, rows, hidden[:0])
 
 
 def _sizes(config: Config) -> tuple[int, int]:
