@@ -26,7 +26,7 @@ SIZES = {
     "head_dim": 16,
     "num_recursions": 3,
 }
-TOKENS = [random.Random(5).randrange(8, VOCABULARY) for _ in range(48)]
+TOKENS = random.Random(5).choices(range(8, VOCABULARY), k=48)
 Pair = tuple[oracle.MixtureOfRecursions, Path]
 
 
