@@ -127,6 +127,7 @@ def main() -> None:
     train(model, batches, schedule, options.seconds)
     length = schedule.phases[1][1]
     samples = [batches.take(length, length)[0].to(device) for _ in range(1 if options.tiny else 4)]
+    model.save(options.out)  # what was trained stays, whatever thresholds are found
     for depth in DEPTHS[1::5] if options.tiny else DEPTHS:
         found, reached = thresholds(model, samples, depth)
         config.recursion_thresholds[str(depth)] = found
