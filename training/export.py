@@ -34,6 +34,11 @@ def export(
         model.save_pretrained(out)
     else:
         _save_moe(out, model, mtp)
+    save_tokenizer(out, tokenizer)
+
+
+def save_tokenizer(out: Path, tokenizer: Tokenizer) -> None:
+    """Write the tokenizer and its chat template into folder `out`."""
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|begin|>",

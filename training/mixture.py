@@ -16,20 +16,26 @@ _LONGEST_WITHOUT_RETRIEVAL = 4096
 class Mixture:
     """Training sequences from one seed.  Every draw advances the random sequence."""
 
-    def __init__(self, encode: Encode, text: Tokens, seed: int, pool_size: int) -> None:
-        """`text` is the tokenised books [tokens]; `pool_size` short tasks are made at once."""
+    def __init__(
+        self, encode: Encode, text: Tokens, seed: int, pool_size: int, text_share: float = 0.4
+    ) -> None:
+        """`text` is the tokenised books [tokens]; `pool_size` short tasks are made at once.
+
+        text_share   of sequences up to 4096 tokens, those that are book text; at most 0.6
+        """
         self._corpus = Corpus(encode, text, seed)
+        self._text_share = text_share
         self._pool = [self._task() for _ in range(pool_size)]
 
     def sample(self, length: int) -> tuple[Tokens, Weights]:
         """A sequence and the loss weight of each of its tokens: both [length].
 
-        Up to 4096 tokens: 40% book text, 20% short tasks one after the other, 40% retrieval; longer
+        Up to 4096 tokens: 60% book text or short tasks one after the other, 40% retrieval; longer
         sequences are all retrieval.
         """
         draw = self._corpus.rng.random()
         if length <= _LONGEST_WITHOUT_RETRIEVAL:
-            if draw < 0.4:
+            if draw < self._text_share:
                 return self._corpus.passage(length), np.ones(length, np.float32)
             if draw < 0.6:
                 return self._tasks(length)

@@ -33,11 +33,13 @@ class Schedule:
     phases            (share of the time at which it ends, sequence length)
     tokens_per_step   of a batch
     pool_size         short tasks that each seed makes at the start
+    text_share        of short sequences, those that are book text
     """
 
     phases: tuple[tuple[float, int], ...]
     tokens_per_step: int
     pool_size: int
+    text_share: float = 0.4
 
     def length(self, share: float, step: int) -> int:
         """Sequence length at this share of the time.  Later lengths alternate with the first."""
@@ -62,7 +64,9 @@ class Batches:
             return tokenizer.encode(part, add_special_tokens=False).ids
 
         self._mixtures = list(
-            self._workers.map(lambda s: Mixture(encode, text, s, schedule.pool_size), SEEDS)
+            self._workers.map(
+                lambda s: Mixture(encode, text, s, schedule.pool_size, schedule.text_share), SEEDS
+            )
         )
         self._next = None
 

@@ -106,6 +106,7 @@ selective_scan = by_device_of("x", reference.selective_scan)
 state_space_scan = by_device_of("x", reference.state_space_scan)
 time_steps = by_device_of("raw", reference.time_steps)
 
+depth_scores = by_device_of("hidden", reference.depth_scores)
 softmax_topk = by_device_of("logits", reference.softmax_topk)
 grouped_softmax_topk = by_device_of("logits", reference.grouped_softmax_topk)
 biased_sigmoid_topk = by_device_of("logits", reference.biased_sigmoid_topk)

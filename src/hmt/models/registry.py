@@ -37,6 +37,7 @@ from hmt.models.linear_attention import (
 from hmt.models.llama import Llama
 from hmt.models.mistral import Mistral
 from hmt.models.mixtral import MiniMaxM2, Mixtral
+from hmt.models.mixture_of_recursions import MixtureOfRecursions
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3
@@ -80,6 +81,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
     "MiniMaxM2ForCausalLM": ("minimax_m2", MiniMaxM2),
     "MistralForCausalLM": ("mistral", Mistral),
     "MixtralForCausalLM": ("mixtral", Mixtral),
+    "MixtureOfRecursionsForCausalLM": ("llama", MixtureOfRecursions),
     "NemotronHForCausalLM": ("nemotron_h", NemotronH),
     "OlmoHybridForCausalLM": ("olmo_hybrid", OlmoHybrid),
     "Phi3ForCausalLM": ("phi3", Phi3),

@@ -84,6 +84,7 @@ from hmt.kernels.reference.recurrent import (
 )
 from hmt.kernels.reference.routing import (
     biased_sigmoid_topk,
+    depth_scores,
     grouped_softmax_topk,
     softmax_topk,
 )

@@ -1,7 +1,17 @@
-"""Which experts each token goes to; of equal experts, the one with the lower index."""
+"""Which experts each token goes to, and which layers; of equal experts the lower index."""
 
 import torch
 from torch import Tensor
+
+
+def depth_scores(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """What a router of layers says of each token: x / rms(x) . weight + bias, in f32.
+
+    hidden [tokens, width], weight [width], bias [] or [1].  Returns f32 [tokens].
+    """
+    x = hidden.float()
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight.float()).sum(-1) + bias.float()
 
 
 def softmax_topk(logits: Tensor, k: int, *, renormalise: bool) -> tuple[Tensor, Tensor]:
