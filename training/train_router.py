@@ -143,8 +143,8 @@ def threshold_at(
 ) -> tuple[float, float, float]:
     """A threshold that lets tokens pass through `depth` of all layers: it, the depth, the KL."""
     layers = model.config.num_hidden_layers
-    low, high = -20.0, 20.0
-    for _ in range(16):
+    low, high = -1e4, 1e4  # scores have no scale
+    for _ in range(32):
         middle = (low + high) / 2
         reached = _depth(model, router, samples, middle, layers)
         low, high = (middle, high) if reached > depth else (low, middle)

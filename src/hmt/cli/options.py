@@ -144,6 +144,13 @@ class EngineOptions:
             "EAGLE-3 drafter; off does not."
         ),
     ] = None
+    depth: Annotated[
+        float | None,
+        _compute(
+            help="Of a mixture of recursions: the share of layers that a token passes through on "
+            "average; 1 when left out."
+        ),
+    ] = None
     prefetch_distance: Annotated[int | None, _memory(help="Layers to read ahead.")] = None
     max_prefill_tokens: Annotated[int | None, _compute(help="Prompt tokens per step.")] = None
     goal: Annotated[

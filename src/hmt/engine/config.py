@@ -68,6 +68,8 @@ class EngineConfig:
                           also by the checkpoint's multi-token prediction layers, "draft=PATH" by a
                           smaller model of the same tokenizer, or by an EAGLE-3 drafter; "off" does
                           not; "auto" does what needs no memory: lookup
+    depth                 of a mixture of recursions, layers that tokens pass through on average, as
+                          a share of all: 1, or a depth that the checkpoint has thresholds for
     draft_tokens          draft tokens that a step may end with for each sequence of a model with
                           recurrent state, which has a journal for so many; None: 8, or as many as
                           there are in 1/64 of the host memory
@@ -130,6 +132,7 @@ class EngineConfig:
     max_prefill_tokens: int | None = None
     max_batch: int = 16
     speculate: str = "auto"
+    depth: float = 1.0
     draft_tokens: int | None = None
     kv_gpu_memory_bytes: int | None = None
     kv_host_memory_bytes: int | None = None
@@ -307,8 +310,9 @@ def _check(values: dict[str, Any]) -> None:
             f"{_spoken(others[0])} is for keys and values that do not stay where layers compute: "
             "say with kv_gpu_memory how much stays"
         )
-    if not 0 < values.get("kv_share", 1) <= 1:
-        raise ConfigError(f"kv_share={values['kv_share']!r} must be above 0 and at most 1")
+    for name in ("kv_share", "depth"):
+        if not 0 < values.get(name, 1) <= 1:
+            raise ConfigError(f"{name}={values[name]!r} must be above 0 and at most 1")
     quant, order = values.get("kv_quant", ("", "", "")), values.get("kv_eviction", "a2cr")
     if DiskCodecName.parse(quant[2]).low is not None and order != "a2cr":
         raise ConfigError(

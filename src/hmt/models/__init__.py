@@ -1,6 +1,7 @@
 """Model families: one readable file each, in forward order."""
 
 from hmt.models.eagle3 import EAGLE3_ARCHITECTURES, VERIFIER_HEAD, VERIFIER_TABLE, open_eagle3
+from hmt.models.mixture_of_recursions import MixtureOfRecursions
 from hmt.models.next_token import open_predictor
 from hmt.models.registry import open_model, supported_architectures, with_architecture
 from hmt.models.vision import with_vision

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hmt.base.errors import ConfigError, DiskReadError
 from hmt.base.log import logger
@@ -142,7 +142,7 @@ def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> 
     """Of all that keys and values depend on: weights, how they are computed with, and how kept."""
     files = {record.file for record in source.checkpoint.records.values()}
     seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
-    said = [
+    said: list[Any] = [
         dict(source.config),
         seen,
         extents.description,
@@ -151,4 +151,6 @@ def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> 
         str(config.quantization),
         config.kv_quant if config.kv_gpu_memory_bytes is not None else config.kv_quant[0],
     ]
+    if config.depth != 1:  # who is in a recursion decides what is kept of it
+        said.append(config.depth)
     return hashlib.blake2b(json.dumps(said, default=str, sort_keys=True).encode()).hexdigest()

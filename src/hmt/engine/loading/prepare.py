@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from hmt.base.errors import BudgetError, RequestError
+from hmt.base.errors import BudgetError, ConfigError, RequestError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.machine import Machine
@@ -26,7 +26,7 @@ from hmt.engine.loading.source import Source, open_source
 from hmt.hardware.machine import machine_for, with_device
 from hmt.memory import physical_host_bytes
 from hmt.memory.device import Device
-from hmt.models import open_model, with_vision
+from hmt.models import MixtureOfRecursions, open_model, with_vision
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.planner.placement.numa import on_numa_nodes
 from hmt.weights import BlockLayout
@@ -106,6 +106,13 @@ def prepare(
     source = open_source(path)
     dtype = dtype_for(config, source, on_gpu=is_gpu(device))
     model = open_model(source.config, source.path, dtype)
+    if isinstance(model, MixtureOfRecursions):
+        model.set_depth(config.depth)
+    elif config.depth != 1:
+        raise ConfigError(
+            f"depth={config.depth}, but {path} is no mixture of recursions: all of its layers are "
+            "applied to each token; leave it out"
+        )
     model = with_vision(model, source.config, source.path, source.checkpoint.records)
     return prepare_model(source, model, config, host_bytes, device, device_bytes)
 
