@@ -274,6 +274,10 @@ class Model(Protocol):
     dtype: torch.dtype  # of activations
     encoder: ImageEncoder | None = None  # of images, where it has one
 
+    def notes(self) -> tuple[str, ...]:
+        """What there is to tell people of the steps by now."""
+        return ()
+
     def embed(self, step: Step, weights: Weights) -> torch.Tensor:
         """Hidden states of the step's tokens: [tokens, hidden_size]."""
         ...

@@ -31,7 +31,6 @@ from hmt.engine.streams import RequestHandle, StreamEvent, TokenStream, completi
 from hmt.engine.timeline import Timeline, tracer_for
 from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
-from hmt.models import MixtureOfRecursions
 
 
 class LoadedModel:
@@ -242,12 +241,9 @@ class LoadedModel:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        core, model = self._core, self.prepared.model
-        notes = self.prepared.demand.spec.remarks + core.runner.notes + core.speculator.notes
-        if isinstance(model, MixtureOfRecursions):
-            share, layers = model.applications.share, model.spec.layers
-            notes += (f"tokens passed through {share:.0%} of {layers} layers on average",)
-        return notes
+        core, prepared = self._core, self.prepared
+        told = prepared.demand.spec.remarks + prepared.model.notes()
+        return told + core.runner.notes + core.speculator.notes
 
     def reset_summary(self) -> None:
         """Start counting anew."""

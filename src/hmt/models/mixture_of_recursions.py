@@ -80,6 +80,12 @@ class MixtureOfRecursions(Decoder):
             uncaptured=_NOT_CAPTURED,
         )
 
+    @override
+    def notes(self) -> tuple[str, ...]:
+        """What share of the layers tokens passed through, since the model was opened."""
+        share, layers = self.applications.share, self.spec.layers
+        return (f"tokens passed through {share:.0%} of {layers} layers on average",)
+
     def set_depth(self, depth: float) -> None:
         """Let tokens pass through `depth` of all layers on average: 1 is all of them.
 

@@ -40,8 +40,7 @@ from hmt.models.mixtral import MiniMaxM2, Mixtral
 from hmt.models.mixture_of_recursions import MixtureOfRecursions
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
-from hmt.models.qwen3 import Qwen3
-from hmt.models.qwen3_moe import Qwen3Moe
+from hmt.models.qwen3 import Qwen3, Qwen3Moe
 from hmt.models.state_space import (
     Bamba,
     FalconH1,

@@ -39,6 +39,7 @@ class ObservedModel:
         self.expected_experts = model.expected_experts
         self.angles = model.angles
         self.encoder = model.encoder
+        self.notes = model.notes
 
     def layer(
         self, index: int, hidden: torch.Tensor, step: Step, weights: Weights, kv: KVCache
