@@ -6,11 +6,13 @@ import sys
 import pytest
 
 LAYERS = """
-import resource, sys
+import ctypes, resource, sys
 import torch
 from hmt.memory import keep_freed_activations
 
 MIB = 1 << 18  # numbers in f32
+PR_SET_THP_DISABLE = 41  # how many huge pages the kernel has would decide how many faults there are
+ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
 keep_freed_activations(int(sys.argv[1]))
 keep_freed_activations(0)  # another model, which needs less
 
