@@ -87,7 +87,7 @@ class Routed(TransformersModel):
         return self.model.lm_head(states[0, wanted]).float().cpu()
 
 
-def load(folder: Path, device: str, depth: float) -> TransformersModel | Recursions:
+def load(folder: Path, device: str = "cpu", depth: float = 1) -> TransformersModel | Recursions:
     """The checkpoint in `folder`, in BF16 on `device`, without its MTP layer."""
     if json.loads((folder / "config.json").read_text())["architectures"] == [ARCHITECTURE]:
         return Recursions(MixtureOfRecursions.load(folder).to(device), depth)
