@@ -29,6 +29,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "context": 512,
         "dtype": "float32",
         "executor": "plain",
+        "depth": 0.5,
         "prefetch_distance": 2,
         "max_prefill_tokens": 32,
         "kv_gpu_memory": "4MiB",

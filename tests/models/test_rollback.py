@@ -289,5 +289,5 @@ def test_what_is_not_a_guess_cannot_be_taken_back(folder_of: Callable[[str], Pat
         steps.run([(text, 1, [20, 21])])
         with pytest.raises(AssertionError, match="cannot go back from 19 to 16"):
             steps.rollback(text, 16)
-        with pytest.raises(AssertionError, match="ends with 6 guesses"):
+        with pytest.raises(AssertionError, match="ends with 6 draft tokens"):
             steps.run([(text, 1, [20] * 6)])

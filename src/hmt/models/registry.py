@@ -174,7 +174,8 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return None
     else:
         kind = text.get("model_type") or kind
-    names = {model_type: name for name, (model_type, _) in _FAMILIES.items()} | _ALIKE
+    # Of several families with a type's configuration the first is the type's own.
+    names = {model_type: name for name, (model_type, _) in reversed(_FAMILIES.items())} | _ALIKE
     if not isinstance(kind, str):
         return None
     name = names.get(kind) or _causal(config, kind)
