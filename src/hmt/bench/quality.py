@@ -85,10 +85,12 @@ class Quality:
     perplexity: float | None = None
 
     @classmethod
-    def read(cls, file: Path) -> Self:
-        """The scores in a quality.json.  Raises ConfigError where the file is not one."""
+    def read(cls, file: Path, depth: float = 1) -> Self:
+        """The scores in a quality.json, at `depth`.  Raises ConfigError where it is not one."""
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
+            if depth != 1:
+                data = data.get("at_depth", {}).get(str(depth), {})
             return cls(
                 tasks=Score(*data["tasks"]) if "tasks" in data else None,
                 retrieval={int(n): Score(*score) for n, score in data.get("retrieval", {}).items()},

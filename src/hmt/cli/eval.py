@@ -55,8 +55,9 @@ def evaluate(
                 loaded, loaded.tokenizer.encode, held_out, Extent(tasks, lengths, windows), progress
             )
             content = _as_json(measured, loaded, arguments)
-    file = path / "quality.json"
-    _print(measured, Quality.read(file) if file.is_file() else None)
+    file, depth = path / "quality.json", arguments.get("depth", 1)
+    published = Quality.read(file, depth) if file.is_file() else None
+    _print(measured, published)
     write_json(content, json)
 
 
