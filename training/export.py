@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from architectures import CONTEXT, MultiTokenPrediction
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -14,7 +14,13 @@ TILE = 128
 _FP8 = torch.float8_e4m3fn
 # DeepSeek keeps these in BF16: norms and routers are small and sensitive, and embedding, head and
 # eh_proj are as published.
-_KEPT = re.compile(r"norm|embed_tokens|lm_head|mlp\.gate\.|eh_proj")
+_KEPT = re.compile(r"norm|embed_tokens|lm_head|mlp\.gate\.|\.router\.|eh_proj")
+_QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [TILE, TILE],
+}
 _CHAT_TEMPLATE = (
     "{{ '<|begin|>' }}{% for m in messages %}"
     "{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
@@ -66,6 +72,25 @@ def quantize_tiles(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers.to(_FP8), scales
 
 
+def dequantize(
+    tensor: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    """FP8 numbers [out, in] times their tiles' factors, in `dtype`; other tensors as they are."""
+    if scales is None:
+        return tensor
+    rows, columns = tensor.shape
+    factors = scales.repeat_interleave(TILE, 0)[:rows].repeat_interleave(TILE, 1)[:, :columns]
+    return (tensor.float() * factors).to(dtype)
+
+
+def quantize_checkpoint(folder: Path) -> None:
+    """Bring the matrices of a checkpoint of one file to FP8 tiles, in place."""
+    encoded = _encode(load_file(folder / "model.safetensors"))
+    save_file(encoded, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    _write_json(folder / "config.json", config | {"quantization_config": _QUANTIZATION})
+
+
 def published(state: dict[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
     """transformers' state under the names of DeepSeek's checkpoints: each expert by itself."""
     tensors = {}
@@ -105,12 +130,7 @@ def _save_moe(out: Path, model: PreTrainedModel, mtp: MultiTokenPrediction) -> N
     model.generation_config.save_pretrained(out)
     config = json.loads((out / "config.json").read_text())
     config["num_nextn_predict_layers"] = 1
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [TILE, TILE],
-    }
+    config["quantization_config"] = _QUANTIZATION
     _write_json(out / "config.json", config)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from export import dequantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -244,10 +245,17 @@ class MixtureOfRecursions(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype = torch.bfloat16) -> "MixtureOfRecursions":
-        """The model in `folder`, on the CPU."""
+        """The model in `folder`, on the CPU; FP8 tiles become numbers of `dtype`."""
         content = json.loads((folder / "config.json").read_text())
+        content.pop("quantization_config", None)
         model = cls(LlamaConfig(**content)).to(dtype)
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        stored = load_file(folder / "model.safetensors")
+        matrices = {
+            name: dequantize(tensor, stored.get(f"{name}_scale_inv"), dtype)
+            for name, tensor in stored.items()
+            if not name.endswith("_scale_inv")
+        }
+        model.load_state_dict(matrices)
         return model
 
 

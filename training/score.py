@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from export import dequantize
 from recursions import ARCHITECTURE, MixtureOfRecursions
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -106,16 +107,6 @@ def load(folder: Path, device: str = "cpu", depth: float = 1) -> TransformersMod
     family = getattr(transformers, config.architectures[0])
     model = family.from_pretrained(None, config=config, state_dict=state, dtype=torch.bfloat16)
     return TransformersModel(model.to(device))
-
-
-def dequantize(tensor: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """FP8 numbers [out, in] times their tiles' factors, as BF16; other tensors as they are."""
-    if scales is None:
-        return tensor
-    rows, columns = tensor.shape
-    tile = 128
-    factors = scales.repeat_interleave(tile, 0)[:rows].repeat_interleave(tile, 1)[:, :columns]
-    return (tensor.float() * factors).to(torch.bfloat16)
 
 
 def main() -> None:

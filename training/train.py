@@ -9,6 +9,7 @@ the share of `--seconds` that has passed.  `--tiny` shows on a CPU that everythi
 import argparse
 import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -109,30 +110,45 @@ class RouterBalance:
         self._loads[router] = torch.bincount(chosen.flatten(), minlength=router.num_experts).float()
 
 
+def timed_steps(seconds: float) -> Iterator[tuple[int, float, bool]]:
+    """Steps until `seconds` have passed.
+
+    (number, share of the time that has passed, whether to print: at first, then every 15 seconds).
+    """
+    start, printed = time.monotonic(), 0.0
+    for step in count():
+        now = time.monotonic() - start
+        if now >= seconds:
+            print(f"stopped after {step} steps", flush=True)
+            return
+        prints = step == 0 or now - printed > 15
+        printed = now if prints else printed
+        yield step, now / seconds, prints
+
+
+def learning_rate(step: int, share: float) -> float:
+    """A warm-up of 100 steps, then a half cosine to a twentieth."""
+    cosine = 0.5 * (1 + math.cos(math.pi * share))
+    return 3e-3 * min(1, step / 100) * (0.05 + 0.95 * cosine)
+
+
 def train_trunk(
     model: PreTrainedModel, batches: Batches, schedule: Schedule, seconds: float
 ) -> None:
     """Train all parameters of `model`, in place."""
     optimizer, balance = MasterAdamW(model.parameters(), weight_decay=0.1), RouterBalance(model)
-    start, seen, printed = time.monotonic(), 0, 0.0
-    for step in count():
-        now = time.monotonic() - start
-        share = now / seconds
-        if share >= 1:
-            print(f"stopped after {step} steps, {seen / 1e6:.1f} M tokens", flush=True)
-            return
+    seen = 0
+    for step, share, prints in timed_steps(seconds):
         length = schedule.length(share, step)
         ids, weights = batches.take(length, schedule.length(share, step + 1))
         ids, weights = ids.to(model.device), weights.to(model.device)
         states = model.model(input_ids=ids, use_cache=False).last_hidden_state
         loss = weighted_loss(states, ids, weights, model.lm_head)
         loss.backward()
-        cosine = 0.5 * (1 + math.cos(math.pi * share))
-        optimizer.step(3e-3 * min(1, step / 100) * (0.05 + 0.95 * cosine))
+        optimizer.step(learning_rate(step, share))
         balance.step(2e-3 * (1 - share))
         seen += ids.numel()
-        if step == 0 or now - printed > 15:
-            printed = now
+        if prints:
             print(
                 f"{share:4.0%}  step {step}  length {ids.shape[1]}  loss {loss.item():.3f}  "
                 f"{seen / 1e6:.1f} M tokens",
@@ -147,11 +163,8 @@ def train_mtp(
     model.requires_grad_(False)
     mtp = MultiTokenPrediction(model)
     optimizer = MasterAdamW(mtp.parameters(), weight_decay=0.01)
-    length, start = schedule.phases[0][1], time.monotonic()
-    for step in count():
-        share = (time.monotonic() - start) / seconds
-        if share >= 1:
-            return mtp
+    length = schedule.phases[0][1]
+    for step, share, prints in timed_steps(seconds):
         ids, weights = (part.to(model.device) for part in batches.take(length, length))
         with torch.no_grad():
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
@@ -159,8 +172,9 @@ def train_mtp(
         loss = weighted_loss(states, ids[:, 1:], weights[:, 1:], model.lm_head)
         loss.backward()
         optimizer.step(2e-3 * min(1, step / 50) * (1 - share))
-        if step % 100 == 0:
+        if prints:
             print(f"mtp {share:4.0%}  step {step}  loss {loss.item():.3f}", flush=True)
+    return mtp
 
 
 def main() -> None:

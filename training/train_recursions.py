@@ -11,17 +11,15 @@ shows on a CPU that everything works.
 import argparse
 import math
 import random
-import time
-from itertools import count
 from pathlib import Path
 
 import torch
 from architectures import CONTEXT
-from export import save_tokenizer
+from export import quantize_checkpoint, save_tokenizer
 from optimizer import MasterAdamW, weighted_loss
 from recursions import MixtureOfRecursions, Output, configuration
 from tokenizers import Tokenizer
-from train import TINY, Batches, Schedule
+from train import TINY, Batches, Schedule, learning_rate, timed_steps
 
 # Only the order of scores counts, so they would drift without a small price of their squares.
 _DRIFT = 1e-3
@@ -36,13 +34,8 @@ def train(model: MixtureOfRecursions, batches: Batches, schedule: Schedule, seco
     """Train all parameters of `model`, in place."""
     optimizer = MasterAdamW(model.parameters(), weight_decay=0.1)
     further = model.config.num_recursions - 1
-    start, seen, printed, rng = time.monotonic(), 0, 0.0, random.Random(0)
-    for step in count():
-        now = time.monotonic() - start
-        part = now / seconds
-        if part >= 1:
-            print(f"stopped after {step} steps, {seen / 1e6:.1f} M tokens", flush=True)
-            return
+    seen, rng = 0, random.Random(0)
+    for step, part, prints in timed_steps(seconds):
         length = schedule.length(part, step)
         ids, weights = batches.take(length, schedule.length(part, step + 1))
         ids, weights = ids.to(model.device), weights.to(model.device)
@@ -51,11 +44,9 @@ def train(model: MixtureOfRecursions, batches: Batches, schedule: Schedule, seco
         output = model.model(ids, shares=[share] * further)
         loss = weighted_loss(output.last_hidden_state, ids, weights, model.lm_head)
         (loss + _DRIFT * output.scores.square().mean()).backward()
-        cosine = 0.5 * (1 + math.cos(math.pi * part))
-        optimizer.step(3e-3 * min(1, step / 100) * (0.05 + 0.95 * cosine))
+        optimizer.step(learning_rate(step, part))
         seen += ids.numel()
-        if step == 0 or now - printed > 15:
-            printed = now
+        if prints:
             spread = ", ".join(f"{one:.2f}" for one in output.scores.std((1, 2)).tolist())
             print(
                 f"{part:4.0%}  step {step}  length {ids.shape[1]}  share {share:.2f}  loss "
@@ -133,6 +124,7 @@ def main() -> None:
         config.recursion_thresholds[str(depth)] = found
         print(f"depth {depth}: thresholds {found}, reached {reached:.3f}", flush=True)
     model.save(options.out)
+    quantize_checkpoint(options.out)
     save_tokenizer(options.out, tokenizer)
     print(f"wrote {options.out}; score.py measures it")
 

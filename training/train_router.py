@@ -13,9 +13,7 @@ works.
 import argparse
 import itertools
 import random
-import time
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -23,7 +21,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
-from train import FULL, TINY, Batches, Schedule
+from train import FULL, TINY, Batches, Schedule, timed_steps
 from transformers import LlamaForCausalLM
 
 # Only the order of scores counts, so they would drift without a small price of their squares.
@@ -105,14 +103,8 @@ def train(
 ) -> None:
     """Train `router`, in place."""
     optimizer = torch.optim.AdamW(router.parameters(), lr=5e-3, weight_decay=0.0)
-    length, start, printed, rng = schedule.phases[0][1], time.monotonic(), 0.0, random.Random(0)
-    recent = None
-    for step in count():
-        now = time.monotonic() - start
-        part = now / seconds
-        if part >= 1:
-            print(f"stopped after {step} steps", flush=True)
-            return
+    length, rng, recent = schedule.phases[0][1], random.Random(0), None
+    for step, part, prints in timed_steps(seconds):
         ids, weights = (each.to(model.device) for each in batches.take(length, length))
         share = rng.uniform(_LEAST_SHARE, 1)
         threshold = -_ALWAYS if recent is None else _quantile(recent, 1 - share)
@@ -127,8 +119,7 @@ def train(
         optimizer.zero_grad()
         recent = scores.detach().flatten()
         recent = recent[:: max(1, len(recent) // _RECENT)]
-        if step == 0 or now - printed > 10:
-            printed = now
+        if prints:
             through = (scores > threshold).float().mean((1, 2)).tolist()
             used = ", ".join(f"{one:.2f}" for one in through)
             print(

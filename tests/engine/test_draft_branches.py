@@ -52,7 +52,7 @@ def test_whichever_branch_stays_a_sequence_has_what_it_had(data: st.DataObject) 
                     drafts=count,
                 )
             )
-        made = branches.beside(segments)
+        made = branches.with_branches(segments)
         assert [one for one in made if not one.is_branch] == segments
         for state in states:
             own = [one for one in made if one.request == state.number]

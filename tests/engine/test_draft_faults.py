@@ -37,7 +37,7 @@ def test_a_fault_stops_who_drafts_and_nothing_else(
     with hmt.Engine(**OPTIONS, speculate="off") as engine:
         model = engine.load_model(path)
         wanted = [model.infer(one).token_ids for one in REQUESTS]
-    error: HMTError = DiskReadError("injected: the drive") if call % 2 else BudgetError("injected")
+    error: HMTError = DiskReadError("injected: the disk") if call % 2 else BudgetError("injected")
     with hmt.Engine(**OPTIONS, speculate=speculate) as engine:
         model = engine.load_model(path)
         assert model._core.memory.draft is not None

@@ -15,6 +15,7 @@ import hmt
 from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import BlockKind
 from hmt.engine import LoadedModel
+from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.speculation.draft import Draft, Worth
 from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
 from hmt.kernels.cpu import extension
@@ -227,3 +228,28 @@ def test_prediction_layers_share_the_embedding_and_the_output_layer(
         always_asked(model)
         assert model.infer(request) == wanted
         assert model.summary().speculation.accepted > 3
+
+
+class _Chooses:
+    """A draft model that always finds the same logits."""
+
+    def __init__(self, *logits: float) -> None:
+        self._logits = torch.tensor(logits)
+
+    def tokens(self, number: int) -> list[int]:
+        return []
+
+    def keep(self, number: int, tokens: int) -> None:
+        """It has none."""
+
+    def feed(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._logits, torch.empty(0)
+
+
+def test_alternatives_are_tokens_of_the_model_that_verifies_too() -> None:
+    inputs = DraftInputs("eagle3", tokens=torch.tensor([40, 41, 42]))
+    proposer = NextTokenProposer(_Chooses(0.0, 3.0, 2.0), 100, inputs)  # type: ignore[arg-type]
+    proposer.observe(1, [5], 0, torch.zeros(1, 4))
+    draft = proposer.propose(1, "", [5, 6], 1, lambda name: True)
+    assert draft.tokens == (41,)
+    assert [other.tokens for other in draft.alternatives] == [(42,)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_tiered_cache import HOT, LAYERS, Machine, Texts
+from test_tiered_cache import HOT, LAYERS, CachedSequences, Machine
 
 from hmt.base.errors import ConfigError
 from hmt.base.trace import Tracer
@@ -164,10 +164,10 @@ def test_pages_of_little_attention_are_kept_in_fewer_bytes(machine, usual, low, 
 @pytest.mark.parametrize("name", ["int8+parts", "int8+shared-parts"])
 def test_attention_goes_over_what_was_decoded(machine, name):
     cache, _ = coded_cache(machine, name)
-    texts = Texts(cache, near=0.02, layers=tuple(WHOLE.values()))
-    text = texts.open(1500)
+    cached = CachedSequences(cache, near=0.02, layers=tuple(WHOLE.values()))
+    text = cached.open(1500)
     for _ in range(30):
-        texts.step({text: 48})
+        cached.step({text: 48})
     assert (
         cache._places.page_table.level_of(cache.allocator.sequences[text].pages) == PageTier.DISK
     ).any()

@@ -121,7 +121,7 @@ def setting(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield Setting(request.param, tmp_path_factory.mktemp("kv"), stack)
 
 
-class Texts:
+class CachedSequences:
     """What each sequence should hold, and steps that are compared with attention to that."""
 
     def __init__(self, setting: Setting, kv: TieredKV) -> None:
@@ -223,23 +223,23 @@ def test_steps_give_what_attention_to_everything_gives(
     near = 1e-5 if far is ops.PageEncoding.F32 else 0.02
     kv = setting.cache(far, warm, cold)
     with torch.inference_mode(), setting.device.compute_stream():
-        texts = Texts(setting, kv)
-        first, second = texts.open(CONTEXT), texts.open(900)
+        cached = CachedSequences(setting, kv)
+        first, second = cached.open(CONTEXT), cached.open(900)
         for _ in range(3):  # all is near
-            assert not texts.step({second: 1}, stepped=True, near=near)
+            assert not cached.step({second: 1}, stepped=True, near=near)
         for _ in range(16):
-            texts.step({first: CHUNK - 2}, stepped=False, near=near)
-        few, some = (2, 1) if texts.slow else (40, 10)
+            cached.step({first: CHUNK - 2}, stepped=False, near=near)
+        few, some = (2, 1) if cached.slow else (40, 10)
         for number in range(few):
             counts = {first: 1, second: 1} if number % 2 else {first: 1}
-            assert texts.step(counts, stepped=True, near=near)
+            assert cached.step(counts, stepped=True, near=near)
         assert kv.account.host_s > 0
         if warm == 160:
-            assert kv.account.fetched_bytes > 0 and texts.stepped.fetched.count <= 2 * STAGED
+            assert kv.account.fetched_bytes > 0 and cached.stepped.fetched.count <= 2 * STAGED
         for _ in range(some):  # also by the way that others go
-            texts.step({second: CHUNK - 2}, stepped=False, near=near)
-            texts.step({first: 1, second: 1}, stepped=True, near=near)
-        assert texts.slow or kv.account.moved["near to host" if warm else "near to disk"]
+            cached.step({second: CHUNK - 2}, stepped=False, near=near)
+            cached.step({first: 1, second: 1}, stepped=True, near=near)
+        assert cached.slow or kv.account.moved["near to host" if warm else "near to disk"]
         for sequence in (first, second):
             kv.allocator.close(sequence)
         assert kv.allocator.free_tokens == kv.allocator.capacity_tokens
@@ -255,22 +255,22 @@ def test_steps_attend_to_near_pages_and_to_the_best_of_the_others(
         pytest.skip("the CPU chooses pages; the kernels are those of the test above")
     kv = setting.cache(ops.PageEncoding.F32, warm, cold, share=0.2)
     with torch.inference_mode(), setting.device.compute_stream():
-        texts = Texts(setting, kv)
-        text = texts.open(CONTEXT)
+        cached = CachedSequences(setting, kv)
+        text = cached.open(CONTEXT)
         for _ in range(16):
-            texts.step({text: CHUNK - 2}, stepped=False, near=1e-5)
+            cached.step({text: CHUNK - 2}, stepped=False, near=1e-5)
         for _ in range(6):
-            before, hidden = kv.account.host_bytes, texts.hidden
-            assert texts.step({text: 1}, stepped=True, near=1e-5)
-            assert texts.hidden > hidden
+            before, hidden = kv.account.host_bytes, cached.hidden
+            assert cached.step({text: 1}, stepped=True, near=1e-5)
+            assert cached.hidden > hidden
             if not cold:
                 size = sum(kv._places.stores.host.layers[i].pages.layout.page_bytes for i in FULL)  # type: ignore[union-attr]
                 far = int(
                     (kv._places.page_table.level_of(kv.allocator.sequences[text].pages) > 0).sum()
                 )
-                read, left_out = kv.account.host_bytes - before, texts.hidden - hidden
+                read, left_out = kv.account.host_bytes - before, cached.hidden - hidden
                 assert 0 < read < far * size and left_out < far * len(FULL)
         assert not kv.account.fetched_bytes
-        texts.step({text: 1}, stepped=False, near=1e-5)
+        cached.step({text: 1}, stepped=False, near=1e-5)
     kv.allocator.close(text)
     kv.release()

@@ -114,7 +114,7 @@ def rows_of(layer: int, states: list[int]) -> torch.Tensor:
     return torch.sin(torch.tensor(states, dtype=torch.float64)[:, None, None] * numbers).float()
 
 
-class Texts:
+class CachedSequences:
     """Sequences of a cache, by handle, as tokens of which the first so many were computed."""
 
     def __init__(self, prefixes: PrefixCache, near: float = 1e-5) -> None:
@@ -203,17 +203,17 @@ def test_any_traffic_attends_to_the_right_pages(machine, kind, data):
     try:
         order = data.draw(st.sampled_from([*KV_EVICTION]))
         most = data.draw(st.sampled_from([None, 10]))
-        texts = Texts(machine.prefixes(kv, pages=most, order=order))
+        cached = CachedSequences(machine.prefixes(kv, pages=most, order=order))
         for _ in range(data.draw(st.integers(1, 16))):
-            _some_traffic(texts, data)
-        for sequence in list(texts.tokens):
-            texts.run(sequence)
+            _some_traffic(cached, data)
+        for sequence in list(cached.tokens):
+            cached.run(sequence)
         assert kv.allocator.free_tokens == kv.allocator.capacity_tokens
         # All that there is can be had, whatever was kept.
-        text, _ = texts.open([9] * kv.allocator.capacity_tokens)
+        text, _ = cached.open([9] * kv.allocator.capacity_tokens)
         assert not kv.allocator.can_open(1)
-        texts.run(text)
-        tree = texts.prefixes.tree
+        cached.run(text)
+        tree = cached.prefixes.tree
         assert len(tree.alone()) == tree.held_pages > 0
         tree.clear()
         assert kv.allocator.free_tokens == kv.allocator.capacity_tokens
@@ -221,74 +221,74 @@ def test_any_traffic_attends_to_the_right_pages(machine, kind, data):
         kv.release()
 
 
-def _some_traffic(texts, data):
-    """Texts come, grow by some tokens, and go; all that was reserved can be computed."""
-    kv = texts.prefixes.kv
-    if len(texts.tokens) < SEQUENCES and data.draw(st.booleans()):
+def _some_traffic(cached, data):
+    """CachedSequences come, grow by some tokens, and go; all that was reserved can be computed."""
+    kv = cached.prefixes.kv
+    if len(cached.tokens) < SEQUENCES and data.draw(st.booleans()):
         length = data.draw(st.sampled_from([1, 16, 17, 90, 200, 400]))
         chosen = prompt(data.draw(st.integers(0, 2)), data.draw(st.integers(0, 2)), length)
         more = data.draw(st.sampled_from([0, 1, 60]))
         room = data.draw(st.booleans())
         if room:  # all that is left
             more = max(more, kv.allocator.free_tokens - length)
-        opened = texts.open(chosen, more)
+        opened = cached.open(chosen, more)
         if opened is None:
             assert not kv.allocator.can_open(length + more)
         else:
             assert opened[1] < length
     counts, budget = {}, CHUNK
-    for sequence in texts.tokens:
-        _other_room(texts, data, sequence)
-        if sequence in texts.parked:
+    for sequence in cached.tokens:
+        _other_room(cached, data, sequence)
+        if sequence in cached.parked:
             continue
-        left = texts.reserved[sequence] - texts.computed[sequence]
+        left = cached.reserved[sequence] - cached.computed[sequence]
         count = min(left, data.draw(st.sampled_from([0, 1, 5, CHUNK])), max(1, budget))
         if count:
             counts[sequence] = count
             budget -= count - 1
     if counts:
-        texts.step(counts)
-    if texts.tokens and data.draw(st.integers(0, 3)) == 0:
-        texts.close(data.draw(st.sampled_from(sorted(texts.tokens))))
+        cached.step(counts)
+    if cached.tokens and data.draw(st.integers(0, 3)) == 0:
+        cached.close(data.draw(st.sampled_from(sorted(cached.tokens))))
 
 
-def _other_room(texts, data, sequence):
+def _other_room(cached, data, sequence):
     """More or less than was reserved; or a sequence waits, and goes on later."""
-    kv, computed = texts.prefixes.kv, texts.computed[sequence]
+    kv, computed = cached.prefixes.kv, cached.computed[sequence]
     wanted = computed + data.draw(st.sampled_from([0, 20, 300]))
-    if sequence in texts.parked:
+    if sequence in cached.parked:
         if not kv.allocator.can_resume(sequence, wanted):
             return
         kv.allocator.resume(sequence, wanted)
-        texts.parked.remove(sequence)
+        cached.parked.remove(sequence)
     elif kv.allocator.can_park() and data.draw(st.integers(0, 3)) == 0:
         wanted = computed
         kv.allocator.park(sequence)
-        texts.parked.add(sequence)
+        cached.parked.add(sequence)
     elif not kv.allocator.can_grow(sequence, wanted):
         return
     kv.allocator.grow(sequence, wanted)
     kv.allocator.shrink(sequence, wanted)
-    texts.reserved[sequence] = wanted
+    cached.reserved[sequence] = wanted
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_begins_with_what_others_computed(machine, kind):
     kv = machine.at(kind)
-    texts = Texts(machine.prefixes(kv))
-    first, held = texts.open(prompt(1, 2, 150))
+    cached = CachedSequences(machine.prefixes(kv))
+    first, held = cached.open(prompt(1, 2, 150))
     assert held == 0
-    texts.run(first)
+    cached.run(first)
     assert kv.allocator.free_tokens == kv.allocator.capacity_tokens
-    second, held = texts.open(prompt(1, 3, 200))
+    second, held = cached.open(prompt(1, 3, 200))
     assert held == 64, "whole pages of the 70 that both begin with"
-    third, held = texts.open(prompt(1, 2, 150))
+    third, held = cached.open(prompt(1, 2, 150))
     assert held == 144
-    again, held = texts.open(prompt(1, 2, 144))
+    again, held = cached.open(prompt(1, 2, 144))
     assert held == 128, "a token is left to compute"
     for sequence in (second, third, again):
-        texts.run(sequence)
-    counters = texts.prefixes.tree.counters
+        cached.run(sequence)
+    counters = cached.prefixes.tree.counters
     assert (counters.lookups, counters.hits, counters.hit_tokens) == (4, 3, 64 + 144 + 128)
     kv.release()
 
@@ -297,28 +297,28 @@ def test_a_prompt_begins_with_what_others_computed(machine, kind):
 def test_idle_pages_do_not_strand_room_on_the_drive(machine, kind):
     """Groups there are free as a whole only: none may mix what goes with what is reserved."""
     kv = machine.at(kind)
-    texts = Texts(machine.prefixes(kv))
-    texts.run(texts.open([3] * 160)[0])
-    text, _ = texts.open([4] * kv.allocator.capacity_tokens)
-    texts.run(text)
-    assert len(texts.prefixes.tree.find([4] * kv.allocator.capacity_tokens)) > 0
+    cached = CachedSequences(machine.prefixes(kv))
+    cached.run(cached.open([3] * 160)[0])
+    text, _ = cached.open([4] * kv.allocator.capacity_tokens)
+    cached.run(text)
+    assert len(cached.prefixes.tree.find([4] * kv.allocator.capacity_tokens)) > 0
     kv.release()
 
 
 @pytest.mark.parametrize("kind", ["paged", "hot"])
 def test_shared_pages_take_room_once(machine, kind):
     kv = machine.at(kind)
-    texts = Texts(machine.prefixes(kv))
-    texts.run(texts.open([3] * 160)[0])
+    cached = CachedSequences(machine.prefixes(kv))
+    cached.run(cached.open([3] * 160)[0])
     free = kv.allocator.free_tokens
-    a, _ = texts.open([3] * 161)
-    b, _ = texts.open([3] * 161)
+    a, _ = cached.open([3] * 161)
+    b, _ = cached.open([3] * 161)
     assert free - kv.allocator.free_tokens == 160 + 2 * 16
-    texts.run(a)
-    texts.run(b)
+    cached.run(a)
+    cached.run(b)
     with pytest.raises(BudgetError, match="are free"):
         kv.allocator.open_with(
-            kv.allocator.capacity_tokens + 1, texts.prefixes.tree.find([3] * 160)
+            kv.allocator.capacity_tokens + 1, cached.prefixes.tree.find([3] * 160)
         )
     kv.release()
 
@@ -329,21 +329,21 @@ def test_a_restart_finds_what_was_saved(machine, tmp_path, kind, encoding):
     near = 1e-5 if encoding is F32 else 0.02
     length = (HOT + 3) * PAGE_TOKENS if kind == "all" else 300
     kv = machine.at(kind)
-    texts = Texts(machine.prefixes(kv, tmp_path, encoding), near)
-    texts.run(texts.open(prompt(1, 2, length))[0])
-    texts.run(texts.open(prompt(1, 3, 100))[0])
-    texts.prefixes.finish()
+    cached = CachedSequences(machine.prefixes(kv, tmp_path, encoding), near)
+    cached.run(cached.open(prompt(1, 2, length))[0])
+    cached.run(cached.open(prompt(1, 3, 100))[0])
+    cached.prefixes.finish()
     kv.release()
     kv = machine.at(kind)
     prefixes = machine.prefixes(kv, tmp_path, encoding)
-    texts = Texts(prefixes, near)
-    second, held = texts.open(prompt(1, 3, 100))
+    cached = CachedSequences(prefixes, near)
+    second, held = cached.open(prompt(1, 3, 100))
     assert held == 96
-    first, held = texts.open(prompt(1, 2, length), more=50)
+    first, held = cached.open(prompt(1, 2, length), more=50)
     assert held == (length - 1) // PAGE_TOKENS * PAGE_TOKENS
     assert prefixes.tree.counters.hits == 0
-    texts.run(second)
-    texts.run(first)
+    cached.run(second)
+    cached.run(first)
     assert prefixes.open(length, prompt(1, 2, length)).held == held
     assert prefixes.tree.counters.hit_tokens == held, "memory has it now"
     assert prefixes.counters()["drive_read_pages"] == held // PAGE_TOKENS + 6
@@ -358,14 +358,14 @@ def test_any_traffic_with_restarts(machine, tmp_path_factory, data):
     for _ in range(data.draw(st.integers(1, 3))):
         kv = machine.kv(warm=7, cold=2)
         prefixes = machine.prefixes(kv, folder)
-        texts = Texts(prefixes)
+        cached = CachedSequences(prefixes)
         try:
             for _ in range(data.draw(st.integers(1, 12))):
-                _some_traffic(texts, data)
+                _some_traffic(cached, data)
                 if data.draw(st.booleans()):
                     prefixes.tend()
-            for sequence in list(texts.tokens):
-                texts.run(sequence)
+            for sequence in list(cached.tokens):
+                cached.run(sequence)
         finally:
             prefixes.finish()
             kv.release()

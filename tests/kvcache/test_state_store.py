@@ -76,7 +76,7 @@ class Memory:
 
 
 @dataclass
-class Text:
+class CachedSequence:
     """A sequence: the tokens whose states the store has, of which `prompt` are the prompt's."""
 
     sequence: int
@@ -107,7 +107,7 @@ class Machine(RuleBasedStateMachine):
         assert self.store.checkpoints is not None
         self.checkpoints = self.store.checkpoints
         self.numbers = count(1)  # handles, and pages
-        self.texts: list[Text] = []
+        self.sequences: list[CachedSequence] = []
         self.pages: dict[tuple[int, ...], int] = {}  # by all tokens up to a page's end
 
     def known(self, tokens: Sequence[int]) -> np.ndarray:
@@ -119,15 +119,15 @@ class Machine(RuleBasedStateMachine):
     def page(self, tokens: Sequence[int], border: int) -> int | None:
         return self.pages.get(tuple(tokens[:border]))
 
-    def run(self, parts: list[tuple[Text, list[int], int]], *, one_call: bool) -> None:
-        """Tokens behind those of each text, the last ones of which are drafts."""
+    def run(self, parts: list[tuple[CachedSequence, list[int], int]], *, one_call: bool) -> None:
+        """Tokens behind those of each cached, the last ones of which are drafts."""
         step = Step.build(
             [
                 SegmentRequest(
-                    text.sequence, len(text.tokens), tokens, 1, drafts=drafts,
-                    whole=max(text.prompt, 1),
+                    cached.sequence, len(cached.tokens), tokens, 1, drafts=drafts,
+                    whole=max(cached.prompt, 1),
                 )
-                for text, tokens, drafts in parts
+                for cached, tokens, drafts in parts
             ]
         )  # fmt: skip
         numbers = torch.tensor([[float(n)] for _, tokens, _ in parts for n in tokens])
@@ -143,12 +143,12 @@ class Machine(RuleBasedStateMachine):
                     ),
                 )
             wanted = [
-                states_of(layer, text.tokens + tokens)[len(text.tokens) :]
-                for text, tokens, _ in parts
+                states_of(layer, cached.tokens + tokens)[len(cached.tokens) :]
+                for cached, tokens, _ in parts
             ]
             assert found[:, 0].tolist() == [float(n) for row in wanted for n in row]
-        for text, tokens, _ in parts:
-            text.tokens += tokens
+        for cached, tokens, _ in parts:
+            cached.tokens += tokens
 
     @rule(rng=RNG)
     def open(self, rng: Random) -> None:
@@ -158,74 +158,76 @@ class Machine(RuleBasedStateMachine):
         ids = self.known(prompt[:-1])
         ids = ids[: self.checkpoints.longest(ids)]
         slot = self.checkpoints.slot_behind(int(ids[-1])) if len(ids) else None
-        text = Text(next(self.numbers), len(prompt), prompt[: len(ids) * PAGE_TOKENS])
-        self.slots.open(text.sequence, 1)
+        cached = CachedSequence(next(self.numbers), len(prompt), prompt[: len(ids) * PAGE_TOKENS])
+        self.slots.open(cached.sequence, 1)
         if slot is not None:
-            self.store.restore(text.sequence, slot, len(text.tokens))
-        self.texts.append(text)
-        rest = prompt[len(text.tokens) :]
+            self.store.restore(cached.sequence, slot, len(cached.tokens))
+        self.sequences.append(cached)
+        rest = prompt[len(cached.tokens) :]
         for first in range(0, len(rest), PAGE_TOKENS):
-            self.run([(text, rest[first : first + PAGE_TOKENS], 0)], one_call=bool(first))
+            self.run([(cached, rest[first : first + PAGE_TOKENS], 0)], one_call=bool(first))
 
-    @precondition(lambda self: any(not text.waits for text in self.texts))
+    @precondition(lambda self: any(not cached.waits for cached in self.sequences))
     @rule(rng=RNG, times=st.integers(1, 12))
     def decode(self, rng: Random, times: int) -> None:
         """A token of each and drafts behind it, of which any number stays."""
         for _ in range(times):
             parts = []
-            for text in self.texts:
-                if not text.waits and rng.random() < 0.7:
+            for cached in self.sequences:
+                if not cached.waits and rng.random() < 0.7:
                     drafts = rng.randint(0, DRAFTS)
-                    parts.append((text, tokens_of(rng, 1 + drafts), drafts))
+                    parts.append((cached, tokens_of(rng, 1 + drafts), drafts))
             if not parts:
                 continue
             self.run(parts, one_call=rng.random() < 0.5)
-            for text, _, drafts in parts:
-                self.take_back(text, rng.randint(0, drafts))
+            for cached, _, drafts in parts:
+                self.take_back(cached, rng.randint(0, drafts))
 
-    @precondition(lambda self: self.texts)
+    @precondition(lambda self: self.sequences)
     @rule(rng=RNG)
     def take_back_more(self, rng: Random) -> None:
         """Of what stayed, as long as no step has followed."""
-        text = rng.choice(self.texts)
-        if len(text.tokens) > 1 and self.store.can_rollback(text.sequence, len(text.tokens) - 1):
-            self.take_back(text, 1)
+        cached = rng.choice(self.sequences)
+        if len(cached.tokens) > 1 and self.store.can_rollback(
+            cached.sequence, len(cached.tokens) - 1
+        ):
+            self.take_back(cached, 1)
 
-    def take_back(self, text: Text, wrong: int) -> None:
-        del text.tokens[len(text.tokens) - wrong :]
-        self.store.rollback(text.sequence, len(text.tokens))
+    def take_back(self, cached: CachedSequence, wrong: int) -> None:
+        del cached.tokens[len(cached.tokens) - wrong :]
+        self.store.rollback(cached.sequence, len(cached.tokens))
 
-    @precondition(lambda self: self.texts)
+    @precondition(lambda self: self.sequences)
     @rule(rng=RNG)
     def fork(self, rng: Random) -> None:
         if self.slots.can_open(1):
-            text = rng.choice(self.texts)
-            other = Text(next(self.numbers), text.prompt, list(text.tokens))
+            cached = rng.choice(self.sequences)
+            other = CachedSequence(next(self.numbers), cached.prompt, list(cached.tokens))
             self.slots.open(other.sequence, 1)
-            self.store.copy(text.sequence, other.sequence)
-            self.texts.append(other)
+            self.store.copy(cached.sequence, other.sequence)
+            self.sequences.append(other)
 
-    @precondition(lambda self: self.texts)
+    @precondition(lambda self: self.sequences)
     @rule(rng=RNG)
     def wait_or_go_on(self, rng: Random) -> None:
-        text = rng.choice(self.texts)
-        if not text.waits:
-            text.waits = True
-            self.slots.park(text.sequence)
-        elif self.slots.can_resume(text.sequence):
-            text.waits = False
-            self.slots.resume(text.sequence)
+        cached = rng.choice(self.sequences)
+        if not cached.waits:
+            cached.waits = True
+            self.slots.park(cached.sequence)
+        elif self.slots.can_resume(cached.sequence):
+            cached.waits = False
+            self.slots.resume(cached.sequence)
 
-    @precondition(lambda self: self.texts)
+    @precondition(lambda self: self.sequences)
     @rule(rng=RNG, keeps=st.booleans())
     def end(self, rng: Random, keeps: bool) -> None:
-        text = rng.choice(self.texts)
-        self.texts.remove(text)
+        cached = rng.choice(self.sequences)
+        self.sequences.remove(cached)
         if keeps:
-            for border in range(PAGE_TOKENS, len(text.tokens) + 1, PAGE_TOKENS):
-                self.pages.setdefault(tuple(text.tokens[:border]), next(self.numbers))
-            self.store.keep(text.sequence, self.known(text.tokens))
-        self.slots.close(text.sequence)
+            for border in range(PAGE_TOKENS, len(cached.tokens) + 1, PAGE_TOKENS):
+                self.pages.setdefault(tuple(cached.tokens[:border]), next(self.numbers))
+            self.store.keep(cached.sequence, self.known(cached.tokens))
+        self.slots.close(cached.sequence)
 
     @precondition(lambda self: self.pages)
     @rule(rng=RNG)
@@ -237,9 +239,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_stayed_cannot_be_lost(self) -> None:
-        for text in self.texts:
-            assert self.store.can_rollback(text.sequence, len(text.tokens))
-            assert not self.store.can_rollback(text.sequence, len(text.tokens) + 1)
+        for cached in self.sequences:
+            assert self.store.can_rollback(cached.sequence, len(cached.tokens))
+            assert not self.store.can_rollback(cached.sequence, len(cached.tokens) + 1)
 
 
 TestMachine = Machine.TestCase

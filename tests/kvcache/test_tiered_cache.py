@@ -91,7 +91,7 @@ def machine(tmp_path_factory):
     pool.close()
 
 
-class Texts:
+class CachedSequences:
     """What each sequence of a cache should hold, and steps that check it."""
 
     def __init__(
@@ -180,68 +180,68 @@ def test_attention_does_not_depend_on_where_pages_lie(machine, warm, cold, data,
     device = FakeDevice() if data.draw(st.booleans()) else None  # pages are written back late
     cache = machine.cache(warm=warm, cold=cold, device=device)
     try:
-        texts = Texts(cache, seed)
+        cached = CachedSequences(cache, seed)
         free = cache.allocator.free_tokens
         for _ in range(data.draw(st.integers(1, 16))):
-            _some_step(texts, data)
-        for sequence in list(texts.rows):
-            if texts.length(sequence):
-                texts.read(sequence)
-            texts.close(sequence)
+            _some_step(cached, data)
+        for sequence in list(cached.rows):
+            if cached.length(sequence):
+                cached.read(sequence)
+            cached.close(sequence)
         assert cache.allocator.free_tokens == free
     finally:
         cache.release()
 
 
-def _some_step(texts, data):
+def _some_step(cached, data):
     """Sequences come, fork, grow by some tokens, wait, reserve more or less, and go.
 
     Some of their tokens are drafts, of which some are taken back.
     """
-    cache = texts.cache
+    cache = cached.cache
     tokens = data.draw(st.sampled_from([0, 1, 100, 400, 900]))
     pages = -(-tokens // PAGE_TOKENS)
     if (
         tokens
-        and len(texts.rows) < SEQUENCES
+        and len(cached.rows) < SEQUENCES
         and pages * PAGE_TOKENS <= cache.allocator.free_tokens
     ):
-        texts.open(tokens)
-    _some_fork(texts, data)
+        cached.open(tokens)
+    _some_fork(cached, data)
     counts, wrong, budget = {}, {}, CHUNK
     for sequence, held in cache.allocator.sequences.items():
-        _other_room(texts, data, sequence)
+        _other_room(cached, data, sequence)
         if held.parked:
             continue
-        room = (len(held.pages) + held.unmade) * PAGE_TOKENS - texts.length(sequence)
+        room = (len(held.pages) + held.unmade) * PAGE_TOKENS - cached.length(sequence)
         count = min(room, data.draw(st.sampled_from([0, 1, 5, CHUNK])), max(1, budget))
         if count:
             counts[sequence] = count
             wrong[sequence] = data.draw(st.integers(0, min(count - 1, MOST_DRAFTS)))
             budget -= count - 1
     if counts:
-        texts.step(counts, wrong)
-    if texts.rows and data.draw(st.integers(0, 9)) == 0:
-        texts.close(data.draw(st.sampled_from(sorted(texts.rows))))
+        cached.step(counts, wrong)
+    if cached.rows and data.draw(st.integers(0, 9)) == 0:
+        cached.close(data.draw(st.sampled_from(sorted(cached.rows))))
 
 
-def _some_fork(texts, data):
+def _some_fork(cached, data):
     """Perhaps another sequence with all that one of them holds; one of the two may end at once."""
-    running = [s for s, held in texts.cache.allocator.sequences.items() if not held.parked]
-    if not running or len(texts.rows) >= SEQUENCES or not data.draw(st.booleans()):
+    running = [s for s, held in cached.cache.allocator.sequences.items() if not held.parked]
+    if not running or len(cached.rows) >= SEQUENCES or not data.draw(st.booleans()):
         return
     sequence = data.draw(st.sampled_from(running))
-    held = texts.length(sequence)
+    held = cached.length(sequence)
     tokens = held + data.draw(st.sampled_from([1, 20, 100]))
-    if texts.cache.allocator.can_fork(sequence, held, tokens):
-        forked = texts.fork(sequence, held, tokens)
+    if cached.cache.allocator.can_fork(sequence, held, tokens):
+        forked = cached.fork(sequence, held, tokens)
         if data.draw(st.booleans()):
-            texts.close(data.draw(st.sampled_from([sequence, forked])))
+            cached.close(data.draw(st.sampled_from([sequence, forked])))
 
 
-def _other_room(texts, data, sequence):
+def _other_room(cached, data, sequence):
     """Another reservation; what is told beforehand is what happens."""
-    cache, length = texts.cache, texts.length(sequence)
+    cache, length = cached.cache, cached.length(sequence)
     tokens = length + data.draw(st.sampled_from([0, 1, 40, 300]))
     free, held = cache.allocator.free_tokens, cache.allocator.sequences[sequence]
     what = data.draw(st.sampled_from(["grow", "shrink", "park", "nothing", "nothing"]))
@@ -269,20 +269,20 @@ def _other_room(texts, data, sequence):
 @pytest.mark.parametrize("policy", KV_EVICTION)
 def test_a_long_text_goes_through_all_levels(machine, policy):
     cache = machine.cache(warm=20, cold=6, policy=policy)
-    texts = Texts(cache)
-    text = texts.open((HOT + 20 + 6 * 16) * PAGE_TOKENS)
-    while texts.length(text) < cache.allocator.capacity_tokens:
-        texts.step({text: min(CHUNK, cache.allocator.capacity_tokens - texts.length(text))})
+    cached = CachedSequences(cache)
+    text = cached.open((HOT + 20 + 6 * 16) * PAGE_TOKENS)
+    while cached.length(text) < cache.allocator.capacity_tokens:
+        cached.step({text: min(CHUNK, cache.allocator.capacity_tokens - cached.length(text))})
     levels = cache._places.page_table.level_of(cache.allocator.sequences[text].pages)
     assert set(levels) == set(PageTier)
     assert levels[0] == PageTier.DEVICE, "the first page never leaves"
     assert (levels[-4:] == PageTier.DEVICE).all(), "nor do the last"
     assert cache.account.moved["near to host"] >= 20
     assert cache.account.peak["disk"] == 6 * 16
-    texts.read(text)
+    cached.read(text)
     with pytest.raises(BudgetError, match="--kv-host-memory"):
         cache.allocator.open(1)
-    texts.close(text)
+    cached.close(text)
     cache.release()
 
 
@@ -290,51 +290,51 @@ def test_a_long_text_goes_through_all_levels(machine, policy):
 def test_pages_are_written_back_before_their_room_is_needed(machine, policy):
     device = FakeDevice()
     cache = machine.cache(warm=100, device=device, policy=policy)
-    texts = Texts(cache)
-    text, other = texts.open((HOT + 80) * PAGE_TOKENS), texts.open(64)
-    texts.step({other: 5})
+    cached = CachedSequences(cache)
+    text, other = cached.open((HOT + 80) * PAGE_TOKENS), cached.open(64)
+    cached.step({other: 5})
     early = 0
-    while texts.length(text) < (HOT + 80) * PAGE_TOKENS:
+    while cached.length(text) < (HOT + 80) * PAGE_TOKENS:
         leaving = cache._places.queue.to_host
         if leaving is not None:
             before = dict(cache.account.moved)
             device.synchronize()
             leaving.written.exception()
-            texts.step({text: 1})
+            cached.step({text: 1})
             gone = cache.account.moved.get("near to host", 0) - before.get("near to host", 0)
             assert gone == len(leaving.ids), "what was written is gone with the next step"
             early += 1
-        room = (HOT + 80) * PAGE_TOKENS - texts.length(text)
-        texts.step({text: min(room, 7)})
+        room = (HOT + 80) * PAGE_TOKENS - cached.length(text)
+        cached.step({text: min(room, 7)})
     assert early > 3
-    texts.read(text)
-    texts.close(other)  # while some are on their way
-    texts.read(text)
-    texts.close(text)
+    cached.read(text)
+    cached.close(other)  # while some are on their way
+    cached.read(text)
+    cached.close(text)
     assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     cache.release()
 
 
 def test_forks_share_pages_and_do_not_disturb_each_other(machine):
     cache = machine.cache(warm=40, cold=6)
-    texts = Texts(cache, seed=3)
-    first = texts.open(1200)
+    cached = CachedSequences(cache, seed=3)
+    first = cached.open(1200)
     for _ in range(20):
-        texts.step({first: 41})
+        cached.step({first: 41})
     free = cache.allocator.free_tokens
-    held = texts.length(first)
-    second = texts.fork(first, held, held + 300)
+    held = cached.length(first)
+    second = cached.fork(first, held, held + 300)
     assert free - cache.allocator.free_tokens == 16 * (-(-(held + 300) // 16) - held // 16)
-    third = texts.fork(second, held, held + 400)
+    third = cached.fork(second, held, held + 400)
     for _ in range(40):
-        texts.step({first: 1, second: 4, third: 6})
-    texts.close(first)
+        cached.step({first: 1, second: 4, third: 6})
+    cached.close(first)
     for _ in range(10):
-        texts.step({second: 1, third: 7})
-    texts.read(second)
-    texts.read(third)
-    texts.close(second)
-    texts.close(third)
+        cached.step({second: 1, third: 7})
+    cached.read(second)
+    cached.read(third)
+    cached.close(second)
+    cached.close(third)
     assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     cache.release()
 
@@ -342,15 +342,15 @@ def test_forks_share_pages_and_do_not_disturb_each_other(machine):
 def test_a_fork_may_begin_anywhere_where_no_layer_forgets(machine):
     layers = tuple(layer for layer in LAYERS if not layer.window)
     cache = machine.cache(warm=40, cold=6, layers=layers)
-    texts = Texts(cache, seed=4, layers=layers)
-    first = texts.open(1200)
+    cached = CachedSequences(cache, seed=4, layers=layers)
+    first = cached.open(1200)
     for _ in range(20):
-        texts.step({first: 41})
-    second = texts.fork(first, 130, 400)
+        cached.step({first: 41})
+    second = cached.fork(first, 130, 400)
     for _ in range(40):
-        texts.step({first: 3, second: 6})
-    texts.read(first)
-    texts.read(second)
+        cached.step({first: 3, second: 6})
+    cached.read(first)
+    cached.read(second)
     cache.release()
 
 
@@ -358,20 +358,20 @@ def test_a_fork_may_begin_anywhere_where_no_layer_forgets(machine):
 def test_far_pages_may_have_fewer_bits(machine, encoding):
     near = {ops.PageEncoding.INT8: 0.02, ops.PageEncoding.INT4: 0.3}[encoding]
     cache = machine.cache(warm=20, cold=6, far=encoding)
-    texts = Texts(cache, near=near)
-    text = texts.open(1500)
+    cached = CachedSequences(cache, near=near)
+    text = cached.open(1500)
     for _ in range(30):
-        texts.step({text: CHUNK})
+        cached.step({text: CHUNK})
     cache.release()
 
 
 def test_a_share_of_one_leaves_nothing_out(machine):
     choose = lambda places: Selection(1.0, ByScoreBound(places, machine.pool))  # noqa: E731
     cache = machine.cache(warm=20, cold=6, selection=choose)
-    texts = Texts(cache)
-    text = texts.open(1200)
+    cached = CachedSequences(cache)
+    text = cached.open(1200)
     for count in [CHUNK] * 20 + [1] * 20:
-        texts.step({text: count})
+        cached.step({text: count})
     cache.release()
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from test_tiered_cache import CHUNK, HOT, Machine, Texts, machine
+from test_tiered_cache import CHUNK, HOT, CachedSequences, Machine, machine
 
 from hmt.base.errors import DiskReadError
 from hmt.contracts.model import PAGE_TOKENS
@@ -51,20 +51,20 @@ def test_steps_do_not_wait_for_a_late_drive_until_room_is_needed(
 ) -> None:
     cache = machine.cache(warm=warm, cold=12)
     account, places = cache.account, cache._places
-    texts = Texts(cache, seed=5)
+    cached = CachedSequences(cache, seed=5)
     free = cache.allocator.free_tokens
-    text = texts.open((HOT + warm + 100) * PAGE_TOKENS)
+    text = cached.open((HOT + warm + 100) * PAGE_TOKENS)
     while not drive.asked.is_set():
-        texts.step({text: CHUNK})
-        assert texts.length(text) < (HOT + warm) * PAGE_TOKENS, "it is begun before room is needed"
+        cached.step({text: CHUNK})
+        assert cached.length(text) < (HOT + warm) * PAGE_TOKENS, "it is begun before room is needed"
         drive.asked.wait(0.05)
     going = places.queue.ids
     for _ in range(3):  # all of what is on its way is attended to where it was
-        texts.step({text: 5})
+        cached.step({text: 5})
     assert (places.page_table.level_of(going) != PageTier.DISK).all()
     assert not account.stalled_s and not any("disk" in way for way in account.moved)
-    other = texts.open(200)
-    texts.step({other: 7})
+    other = cached.open(200)
+    cached.step({other: 7})
 
     def opening(future: Future[None], timeout: float | None = None) -> BaseException | None:
         drive.open.set()
@@ -72,15 +72,15 @@ def test_steps_do_not_wait_for_a_late_drive_until_room_is_needed(
 
     exception = Future.exception
     monkeypatch.setattr(Future, "exception", opening)  # now a step waits
-    while (left := (HOT + warm + 100) * PAGE_TOKENS - texts.length(text)) > 0:
-        texts.step({text: min(CHUNK, left)})
+    while (left := (HOT + warm + 100) * PAGE_TOKENS - cached.length(text)) > 0:
+        cached.step({text: min(CHUNK, left)})
     assert account.stalled_s > 0, "the step that needed the room before the disk had come round"
     assert (places.page_table.level_of(going) == PageTier.DISK).sum() >= 16
     assert account.written_back_pages == account.moved[f"{'host' if warm else 'near'} to disk"]
-    texts.read(text)
-    texts.read(other)
-    texts.close(text)
-    texts.close(other)
+    cached.read(text)
+    cached.read(other)
+    cached.close(text)
+    cached.close(other)
     assert cache.allocator.free_tokens == free
     cache.release()
 
@@ -89,21 +89,21 @@ def test_pages_that_were_given_up_while_they_were_written_are_forgotten(
     machine: Machine, drive: Drive
 ) -> None:
     cache = machine.cache(cold=8)
-    texts = Texts(cache, seed=6)
-    first = texts.open((HOT + 60) * PAGE_TOKENS)
+    cached = CachedSequences(cache, seed=6)
+    first = cached.open((HOT + 60) * PAGE_TOKENS)
     while not drive.asked.wait(0.01):
-        texts.step({first: CHUNK})
+        cached.step({first: CHUNK})
     going = cache._places.queue.ids
-    texts.close(first)
+    cached.close(first)
     assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
-    second = texts.open((HOT + 60) * PAGE_TOKENS)
-    texts.step({second: CHUNK})
+    second = cached.open((HOT + 60) * PAGE_TOKENS)
+    cached.step({second: CHUNK})
     assert np.isin(cache.allocator.sequences[second].pages, going).any(), "ids are used again"
     drive.open.set()
-    while (left := (HOT + 60) * PAGE_TOKENS - texts.length(second)) > 0:
-        texts.step({second: min(CHUNK, left)})
-    texts.read(second)
-    texts.close(second)
+    while (left := (HOT + 60) * PAGE_TOKENS - cached.length(second)) > 0:
+        cached.step({second: min(CHUNK, left)})
+    cached.read(second)
+    cached.close(second)
     assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     cache.release()
 
@@ -112,18 +112,18 @@ def test_a_copy_is_worth_nothing_once_its_page_may_be_written_to(
     machine: Machine, drive: Drive
 ) -> None:
     cache = machine.cache(cold=8)
-    texts, places = Texts(cache, seed=8), cache._places
-    text = texts.open((HOT + 60) * PAGE_TOKENS)
+    cached, places = CachedSequences(cache, seed=8), cache._places
+    text = cached.open((HOT + 60) * PAGE_TOKENS)
     while not drive.asked.wait(0.01):
-        texts.step({text: CHUNK})
+        cached.step({text: CHUNK})
     going = places.queue.ids
     places.write_back(0, lambda: [going[:1]])  # before a step that goes on with this page
     drive.open.set()
     places.queue._to_disk[0].written.result()
     places.write_back(0, lambda: [going[:0]])
     assert places.queue.pages == len(going) - 16
-    texts.read(text)
-    texts.close(text)
+    cached.read(text)
+    cached.close(text)
     cache.release()
 
 
@@ -133,14 +133,14 @@ def test_what_a_full_drive_does_not_take_stays_where_it_is(
 ) -> None:
     cache = machine.cache(warm=warm, cold=12)
     account = cache.account
-    texts = Texts(cache, seed=7)
-    text, other = texts.open((HOT + warm + 80) * PAGE_TOKENS), texts.open(200)
-    texts.step({other: 30})
+    cached = CachedSequences(cache, seed=7)
+    text, other = cached.open((HOT + warm + 80) * PAGE_TOKENS), cached.open(200)
+    cached.step({other: 30})
     drive.open.set()
     drive.error = errno.ENOSPC
     with pytest.raises(DiskReadError, match="No space left on device; name another folder"):
         while True:
-            texts.step({text: CHUNK})
+            cached.step({text: CHUNK})
     assert account.failed_writes == 1 and "stay in memory until" in caplog.text
     assert not any("disk" in way for way in account.moved)
     assert (
@@ -148,16 +148,16 @@ def test_what_a_full_drive_does_not_take_stays_where_it_is(
     ).all()
     calls = drive.calls
     for _ in range(2):  # what needs no room goes on, and the disk is left alone
-        texts.step({other: 1})
+        cached.step({other: 1})
     assert drive.calls == calls
-    texts.read(text)
+    cached.read(text)
     drive.error = None
-    while (left := (HOT + warm + 80) * PAGE_TOKENS - texts.length(text)) > 0:
-        texts.step({text: min(CHUNK, left)})
+    while (left := (HOT + warm + 80) * PAGE_TOKENS - cached.length(text)) > 0:
+        cached.step({text: min(CHUNK, left)})
     assert account.failed_writes == 1 and account.written_back_pages >= 16, "it is asked again"
     for one in (text, other):
-        texts.read(one)
-        texts.close(one)
+        cached.read(one)
+        cached.close(one)
     assert cache.allocator.free_tokens == cache.allocator.capacity_tokens
     cache.release()
 

@@ -43,7 +43,7 @@ FAMILIES = (
 )
 
 
-def by_turns(family: str, *ways: str) -> str:
+def one_way_of(family: str, *ways: str) -> str:
     """The way that a family tries; two families or more try each.
 
     Where state lies is known to memory and the cache alone, which see bytes, and what it holds to a
@@ -123,7 +123,7 @@ def test_choices_share_a_prompt(
 ) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     folder, _ = made
-    way = "near" if near else by_turns(family, "few at once", "levels", "gpu", "both")
+    way = "near" if near else one_way_of(family, "few at once", "levels", "gpu", "both")
     options = OPTIONS | {"context": 2 * POSITIONS, "max_batch": 4} | WAYS[way]
     prompt = ids(151, 5)
     apart = [alone(drawn(prompt, seed)) for seed in range(7, 12)]
@@ -209,7 +209,7 @@ def test_who_was_sent_back_goes_on_where_it_was(
     """With nothing computed again: its state and pages have stayed."""
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     folder, _ = made
-    way = "near" if near else by_turns(family, "levels", "gpu", "prefixes")
+    way = "near" if near else one_way_of(family, "levels", "gpu", "prefixes")
     requests = drawn(ids(41, 1), 1, 30), drawn(ids(52, 2), 2, 9, priority=1)
     options = OPTIONS | {"context": POSITIONS, "max_batch": 1}
     answers = list(map(alone, requests))
@@ -365,7 +365,7 @@ def test_a_conversation_goes_on_after_a_restart(
     tmp_path: Path,
 ) -> None:
     """From the disk, where states lie in pieces; a damaged one is computed again."""
-    way = by_turns(family, "levels", "near")
+    way = one_way_of(family, "levels", "near")
     monkeypatch.setattr(saved_states, "_PIECE_BYTES", {"levels": 1 << 22, "near": 1000}[way])
     folder, _ = made
     options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
@@ -391,7 +391,7 @@ def test_a_state_is_read_from_the_disk_once(
 ) -> None:
     """The next prompt with the same beginning has it in memory, pages and state."""
     folder, _ = made
-    way = by_turns(family, "near", "levels")
+    way = one_way_of(family, "near", "levels")
     options = OPTIONS | {"context": POSITIONS, "max_batch": 2}
     kept = options | {"prefix_cache_dir": str(tmp_path), "host_memory": "160MiB"} | WAYS[way]
     head = ids(70, 1)

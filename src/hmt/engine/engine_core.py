@@ -130,7 +130,7 @@ class EngineCore:
         processors = [self._processors[segment.request] for segment in segments]
         viewer = PromptOutputRows(output, self._processors) if output.shows_prompts else None
         try:
-            logits = self.runner.run(*self.speculator.shown(output, viewer))
+            logits = self.runner.run(*self.speculator.with_viewer(output, viewer))
         except Exception as error:
             self.runner.abandon()
             for processor in processors:

@@ -176,7 +176,7 @@ def open_images(
     return images
 
 
-def placed(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+def with_image_parts(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
     """Messages of a chat with a part for each of `count` images.
 
     As they are where they have any; else in front of what the user has said last.

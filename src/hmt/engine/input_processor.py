@@ -5,7 +5,7 @@ import time
 from hmt.base.errors import EmptyPromptError, RequestError
 from hmt.contracts.image import ImagePrompt
 from hmt.contracts.request import Request
-from hmt.engine.images import ImageStore, placed
+from hmt.engine.images import ImageStore, with_image_parts
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.output_processor import (
     OutputProcessor,
@@ -143,7 +143,7 @@ class InputProcessor:
         if isinstance(request.input, str):
             tokens = self._tokenizer.encode(request.input, most=self.max_positions)
         elif isinstance(request.input[0], dict):
-            messages = placed(request.input, len(request.images))
+            messages = with_image_parts(request.input, len(request.images))
             tokens = self._tokenizer.chat_prompt(messages, most=self.max_positions)
         else:
             tokens = list(request.input)

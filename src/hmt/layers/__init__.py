@@ -65,5 +65,5 @@ from hmt.layers.rope import (
     yarn_mscale,
 )
 from hmt.layers.sharing_attention import SharingAttention
-from hmt.layers.some_tokens import LayerApplications, SomeTokens
+from hmt.layers.skipping_attention import LayerApplications, SkippingAttention
 from hmt.layers.stack import Experts, FusableLayer, FusedLayers

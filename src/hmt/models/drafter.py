@@ -7,15 +7,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec
-from hmt.contracts.model import FusedLayers, Model, ModelSpec
-from hmt.contracts.step import Step
-from hmt.contracts.store import KVCache, Weights
+from hmt.contracts.model import ModelSpec
+from hmt.contracts.store import Weights
 from hmt.models.decoder import Decoder
+from hmt.models.forwarding import ForwardingModel
 
 _HEAD = BlockId(TRUNK, BlockKind.HEAD)
 
 
-class Drafter(Model):
+class Drafter(ForwardingModel[Decoder]):
     """A model that computes what `base` does; subclasses say what differs.
 
     Their steps carry hidden states as `Step.inputs`.
@@ -26,13 +26,12 @@ class Drafter(Model):
 
     def __init__(self, base: Decoder, spec: ModelSpec, borrows: Collection[BlockKind] = ()) -> None:
         """`base` is changed: it has the blocks of `spec` from now on, but for what is borrowed."""
-        self._base = base
         self._lender: Weights | None = None
-        self.dtype = base.dtype
         self.borrows = frozenset(borrows)
         own = (self._own(block) for block in spec.blocks)
         blocks = tuple(block for block in own if block.params)
-        self.spec = base.spec = replace(spec, blocks=blocks)
+        base.spec = replace(spec, blocks=blocks)
+        super().__init__(base, base.spec)
 
     def borrow(self, weights: Weights) -> None:
         """Compute with these, of the model that verifies, where something is borrowed of it.
@@ -55,20 +54,6 @@ class Drafter(Model):
         return self._lender
 
     @override
-    def layer(
-        self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
-    ) -> Tensor:
-        return self._base.layer(index, hidden, step, weights, kv)
-
-    @override
-    def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
-        return self._base.fused_layers(layers, weights, kv)
-
-    @override
-    def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.normed(hidden, weights)
-
-    @override
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
         if BlockKind.HEAD not in self.borrows:
             return self._base.head(hidden, weights)
@@ -76,15 +61,3 @@ class Drafter(Model):
         with weights.lease(_HEAD) as params:
             normed = self._base.final_norm(hidden, params)
         return self._base.logits_of(normed, self._lender)
-
-    @override
-    def angles(self, step: Step) -> tuple[int, ...]:
-        return self._base.angles(step)
-
-    @override
-    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.expected_experts(index, hidden, weights)
-
-    @override
-    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
-        return self._base.layer_blocks(index)

@@ -237,8 +237,8 @@ def drafting_config(
 ) -> dict[str, Any]:
     """A config.json of a model whose output layer has the drafter's vocabulary.
 
-    Drafters are trained on short texts and see positions relative to each other: they may be asked
-    about as many as the verifier knows.
+    Drafters are trained on short sequences and see positions relative to each other: they may be
+    asked about as many as the verifier knows.
     """
     most = layers.get("max_position_embeddings", 0)
     most = max(most, verifier.max_context) if isinstance(most, int) else most

@@ -19,7 +19,7 @@ from hmt.contracts.model import KVLayer
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.kernels import ops
-from hmt.layers import LayerApplications, Params, SomeTokens
+from hmt.layers import LayerApplications, Params, SkippingAttention
 from hmt.models.config import Config, attention, norm, residual_ffn, rotary
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
@@ -58,17 +58,17 @@ class MixtureOfRecursions(Decoder):
         self._shares = config.recursion_kv == _FIRST
         self._known = _thresholds(config, self.recursions - 1)
         self._thresholds: tuple[float, ...] | None = None
-        self._going: _Recursion | None = None
+        self._recursion: _Recursion | None = None
         self.applications = LayerApplications()
         self.norm = norm(config)
         self.attention = attention(config, rotary(config))
-        self.some = SomeTokens(self.attention)
+        self.skipping = SkippingAttention(self.attention)
         self.ffn = residual_ffn(config)
         layers = config.num_hidden_layers
         again = range(1 + self.block_layers, layers - 1)
         kv: list[KVLayer | None] = [self.attention.kv] * layers
         for index in again:
-            kv[index] = None if self._shares else self.some.kv_with_holes
+            kv[index] = None if self._shares else self.skipping.kv_with_holes
         super().__init__(
             config,
             dtype,
@@ -149,9 +149,9 @@ class MixtureOfRecursions(Decoder):
                 hidden = self.ffn(hidden, x, params)
                 if recursion == 0 and ends:
                     rows = torch.arange(len(hidden), device=hidden.device)
-                    self._going = self._next(0, rows, hidden, step, params)
+                    self._recursion = self._next(0, rows, hidden, step, params)
             return hidden
-        going = self._going
+        going = self._recursion
         assert going is not None and going.runs is step.segments, "layers come in their order"
         self.applications.count(len(going.rows), len(hidden))
         if place == 0:
@@ -159,7 +159,7 @@ class MixtureOfRecursions(Decoder):
         if len(going.rows):
             self._apply(index, going, hidden, step, weights, kv)
         elif not self._shares:
-            self.some.append_holes(hidden, index, step, kv)
+            self.skipping.append_holes(hidden, index, step, kv)
         return hidden
 
     def _apply(
@@ -175,7 +175,9 @@ class MixtureOfRecursions(Decoder):
         recursion, place = divmod(index - 1, self.block_layers)
         owner = self._owner(index)
         with weights.lease(BlockId(owner, BlockKind.ATTENTION)) as params:
-            attend = self.some.attend_shared if self._shares else self.some.attend_with_holes
+            attend = (
+                self.skipping.attend_shared if self._shares else self.skipping.attend_with_holes
+            )
             to = owner if self._shares else index
             x = attend(going.hidden, going.rows, to, step, params, kv)
         with weights.lease(BlockId(owner, BlockKind.FFN)) as params:
@@ -184,7 +186,7 @@ class MixtureOfRecursions(Decoder):
                 return
             hidden[going.rows] = going.hidden
             if recursion < self.recursions - 1:
-                self._going = self._next(recursion, going.rows, hidden, step, params)
+                self._recursion = self._next(recursion, going.rows, hidden, step, params)
 
     def _next(
         self, number: int, rows: Tensor, hidden: Tensor, step: Step, params: Params

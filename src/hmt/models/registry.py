@@ -118,7 +118,7 @@ _PLAIN = ("aria", "exaone4_5", "granite_speech", "granite_speech_plus")
 _FLAT = ("glm5_next_text",)  # may be published without encoders, and without a part for text
 _FIXED = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}  # what their code does, whatever is said
 # Of a multimodal model.
-_TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
+TEXT_ONLY = "reads and writes text only: its encoders of images and sound are not loaded"
 _OTHER_PARTS = (
     r"(^|\.)\w*(visual|vision|image|video|audio|speech|projector|connector|aligner|perceiver)\w*\.",
     r"(^|\.)(mlp1|vqmodel|vlm_merger|merger|resampler|qformer|query_tokens|newline)\w*(\.|$)",
@@ -146,7 +146,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
             model = open_model(text, path, dtype)
             model.spec = replace(
                 model.spec,
-                remarks=(*model.spec.remarks, _TEXT_ONLY),
+                remarks=(*model.spec.remarks, TEXT_ONLY),
                 ignored=(*model.spec.ignored, *_OTHER_PARTS),
             )
             return model
@@ -265,5 +265,5 @@ def _open_other(config: Mapping[str, Any], name: Any, dtype: torch.dtype) -> Mod
         )
     model = _checked(fallback.open_fallback(config, name, dtype))
     if any(config.get(part) for part in ("vision_config", "audio_config")):
-        model.spec = replace(model.spec, remarks=(*model.spec.remarks, _TEXT_ONLY))
+        model.spec = replace(model.spec, remarks=(*model.spec.remarks, TEXT_ONLY))
     return model

@@ -37,7 +37,7 @@ def file_of_base64(text: str, media_type: str, param: str) -> bytes:
 
 
 def content_of(parts: list[str | None]) -> "str | list[dict[str, Any]]":
-    """A message's content as chat templates take it, of texts, and None for each image."""
+    """A message's content as chat templates take it, of strings, and None for each image."""
     if None not in parts:
         return "".join(part or "" for part in parts)
     return [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]

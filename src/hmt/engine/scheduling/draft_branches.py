@@ -25,7 +25,7 @@ class DraftBranches:
         self._alternatives = alternatives
         self._open: dict[int, list[int]] = {}  # handles in the KV cache, by number of the request
 
-    def beside(self, segments: Sequence[SegmentRequest]) -> list[SegmentRequest]:
+    def with_branches(self, segments: Sequence[SegmentRequest]) -> list[SegmentRequest]:
         """The segments of a step, each with its branches behind it.
 
         There are fewer where there is no room.  Raises BudgetError or DiskReadError.

@@ -174,7 +174,7 @@ class Scheduler:
         if not segments:
             return None
         self._batches[len(segments)] += 1
-        segments = self.branches.beside(segments)
+        segments = self.branches.with_branches(segments)
         return SchedulerOutput(tuple(segments), sum(shares), self.kv.take())
 
     def _drafts(self, sequence: SequenceState, sequences: int) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from hmt.engine.speculation.draft import Draft, Worth
 _FORGET: Final = 0.95  # of what is known of steps' times, for each step
 _FORGET_CLASS: Final = 0.98  # of what is known of a class, for each draft token that was verified
 _RETURN: Final = 0.995  # the same for each draft token that was not worth it: so it is tried again
-# Share of draft tokens of a new class that are accepted, and the weight of that.  What long texts
-# repeat goes on, and what a model is sure of is right: so these are tried where a token more is
-# dear, which is how its cost is measured.
+# Share of draft tokens of a new class that are accepted, and the weight of that.  What a long
+# match repeats goes on, and what a model is sure of is right: so these are tried where a token more
+# is dear, which is how its cost is measured.
 _ASSUMED: Final = 0.5, 4.0
 _ASSUMED_OF: Final = {"lookup >16": 0.9, "draft 5": 0.9, "mtp 0 5": 0.9}
 FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured

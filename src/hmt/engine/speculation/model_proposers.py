@@ -198,12 +198,12 @@ def _decoded(
     alternatives: tuple[Draft, ...] = ()
     while found is not None and len(chosen) < most:
         logits, hidden = found
-        token, name = likeliest(logits, next(names))
-        token = token if tokens_of is None else int(tokens_of[token])
+        best, name = likeliest(logits, next(names))
+        token = _of_verifier(best, tokens_of)
         if token >= vocab_size or not worth(name):
             break
         if not chosen:
-            alternatives = _second(logits, name, vocab_size)
+            alternatives = _second(logits, name, vocab_size, tokens_of)
         chosen.append(token)
         classes.append(name)
         if len(chosen) < most:
@@ -211,10 +211,17 @@ def _decoded(
     return Draft(tuple(chosen), tuple(classes), alternatives)
 
 
-def _second(logits: Tensor, name: str, vocab_size: int) -> tuple[Draft, ...]:
+def _second(
+    logits: Tensor, name: str, vocab_size: int, tokens_of: Tensor | None
+) -> tuple[Draft, ...]:
     """The second likeliest token, for where the likeliest, of class `name`, is wrong."""
-    token = int(logits.topk(2).indices[1])
+    token = _of_verifier(int(logits.topk(2).indices[1]), tokens_of)
     return (Draft((token,), (f"{name} second",)),) if token < vocab_size else ()
+
+
+def _of_verifier(token: int, tokens_of: Tensor | None) -> int:
+    """A token of the draft model by the number that the model that verifies has for it."""
+    return token if tokens_of is None else int(tokens_of[token])
 
 
 def likeliest(logits: Tensor, kind: str) -> tuple[int, str]:

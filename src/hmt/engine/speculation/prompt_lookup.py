@@ -81,7 +81,7 @@ class TokenIndex:
 
 
 class PromptLookup(Proposer):
-    """A Proposer: looks in the prompt and the answer, and in the last texts of the same scope."""
+    """Looks in the prompt and the answer, and in the last sequences of the same scope."""
 
     needs_hidden = is_slow = False
 

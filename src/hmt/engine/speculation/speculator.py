@@ -92,7 +92,7 @@ class Speculator:
         self._drafts[number] = replace(chosen[0], alternatives=tuple(chosen[1:]))
         return [one.tokens for one in chosen[1:]]
 
-    def shown(
+    def with_viewer(
         self, output: SchedulerOutput, viewer: PromptOutputSource | None
     ) -> tuple[SchedulerOutput, PromptOutputSource | None]:
         """The step, and who sees its rows: the proposer, if it needs them and no one else does."""

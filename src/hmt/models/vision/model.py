@@ -3,23 +3,22 @@
 from torch import Tensor
 from typing_extensions import override
 
-from hmt.contracts.blocks import BlockId
 from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
+from hmt.models.forwarding import ForwardingModel
 from hmt.models.vision.encoder import Encoder
 
 
-class VisionModel(Model):
-    """Implements Model around the language model of one that sees.
+class VisionModel(ForwardingModel[Model]):
+    """The language model of one that sees.
 
     Of steps without images it computes what that does.
     """
 
     def __init__(self, base: Model, encoder: Encoder) -> None:
-        self._base = base
+        super().__init__(base, base.spec)
         self.encoder = encoder
-        self.spec, self.dtype = base.spec, base.dtype
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
@@ -43,26 +42,6 @@ class VisionModel(Model):
     def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
         fused = self._base.fused_layers(layers, weights, kv)
         return None if fused is None else _WithoutAdded(fused)
-
-    @override
-    def normed(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.normed(hidden, weights)
-
-    @override
-    def head(self, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.head(hidden, weights)
-
-    @override
-    def angles(self, step: Step) -> tuple[int, ...]:
-        return self._base.angles(step)
-
-    @override
-    def expected_experts(self, index: int, hidden: Tensor, weights: Weights) -> Tensor:
-        return self._base.expected_experts(index, hidden, weights)
-
-    @override
-    def layer_blocks(self, index: int) -> tuple[BlockId, ...]:
-        return self._base.layer_blocks(index)
 
 
 class _WithoutAdded(FusedLayers):

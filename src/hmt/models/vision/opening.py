@@ -11,6 +11,7 @@ from hmt.base.errors import CheckpointError, HMTError
 from hmt.base.log import logger
 from hmt.contracts.model import Model
 from hmt.models.decoder import Decoder
+from hmt.models.registry import TEXT_ONLY
 from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
 
@@ -25,6 +26,7 @@ _OF_GRIDS: Final = (
 )
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
 _TOKENS: Final = ("image_token_id", "image_token_index")
+_PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 _MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
 _WRONG: Final = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
@@ -67,12 +69,9 @@ def with_vision(
     seeing.spec = replace(
         model.spec,
         blocks=(*model.spec.blocks, *encoder.tower.blocks),
-        remarks=tuple(remark for remark in model.spec.remarks if "text only" not in remark),
+        remarks=tuple(remark for remark in model.spec.remarks if remark != TEXT_ONLY),
     )
     return seeing
-
-
-_PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 
 
 def _without(model: Model, why: str) -> Model:

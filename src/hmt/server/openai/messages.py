@@ -48,7 +48,7 @@ class Part(Fields):
         if self.type == "image_url" and self.image_url is not None:
             url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
             self._file = file_of_url(url, "image_url")
-            self.image_url = None  # of megabytes, which nobody reads again
+            self.image_url = None  # megabytes that are not read again
         return self
 
     @property

@@ -40,7 +40,7 @@ class LayerApplications:
 
 
 @dataclass(frozen=True, slots=True)
-class SomeTokens:
+class SkippingAttention:
     """`attention` of the rows of a step that do not skip the layer.
 
     All rows of a run are asked for at once, those that skip with queries of 0, so that pages are
