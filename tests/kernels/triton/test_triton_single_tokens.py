@@ -29,6 +29,7 @@ from hmt.kernels.triton.single_tokens import single_tokens
 BLOCKS = [Encoding.Q4_K, Encoding.Q6_K, Encoding.Q8_0]
 KINDS = [
     (Encoding.F16, {}),
+    *([] if interpreted() else [(Encoding.BF16, {})]),
     (Encoding.F32, {}),
     (Encoding.FP8_BLOCK, {"tile": (32, 64)}),
     (Encoding.INT4_GROUP, {}),
