@@ -87,6 +87,25 @@ def test_products_of_several_tokens_on_tensor_cores(
     assert torch.equal(kernels.linear(odd, w), kernels.linear(odd.clone(), w))
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 8, 24), (16, 16, 16, 5)])
+def test_several_weights_at_once_have_the_results_of_each(device, sizes, biased, monkeypatch):
+    monkeypatch.setattr(gemv_mma, "_FEWEST_ROWS", 0)
+    encoding, kind = HALVES[-1]
+    params = {
+        str(n): random_weight(encoding, rows, 520, device=device, seed=n)
+        for n, rows in enumerate(sizes)
+    }
+    added = {name: token(len(w.data), device, kind, 4)[0] for name, w in params.items() if biased}
+    params |= {f"{n}_bias": WeightTensor(encoding, tuple(b.shape), b) for n, b in added.items()}
+    names = tuple(map(str, range(len(sizes))))
+    weights = [params[name] for name in names]
+    x = torch.cat([token(520, device, kind, seed) for seed in (5, 6, 7)])
+    assert gemv_mma.take_mma_at_once(x, weights, [added.get(name) for name in names]) == len(names)
+    expected = [kernels.linear(x, params[name], added.get(name)) for name in names]
+    assert torch.equal(kernels.linear_many(x, params, names), torch.cat(expected, 1))
+
+
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_what_is_no_number_stays_none(device, wrong):
     for encoding in (Encoding.F16, Encoding.FP8_BLOCK):

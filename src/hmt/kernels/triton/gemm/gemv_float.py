@@ -217,7 +217,7 @@ def multiply_numbers(
 ) -> None:
     """x [tokens, in] times w, to out [tokens, rows]; with `add`, rounded and added to `out`."""
     if takes_mma(x, w):
-        return multiply_mma(out, x, w, bias, add=add)
+        return multiply_mma(out, x, [w], [bias], add=add)
     rows, columns = w.shape
     sizes = sizes or sizes_of(w)
     height, width = w.tile if w.encoding is Encoding.FP8_BLOCK else (0, 0)

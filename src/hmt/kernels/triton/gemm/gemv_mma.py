@@ -18,7 +18,11 @@ mma.sync's fragments: PTX ISA, "Matrix Fragments for mma.m16n8k16".
 
 # ruff: noqa: RUF005 - Triton's tuples are joined by `+`
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import gcd
+from operator import is_
 
 import torch
 import triton
@@ -29,6 +33,8 @@ from hmt.contracts.encoding import Activations, WeightTensor
 from hmt.kernels.triton.device_math import interpreted, rounded
 from hmt.kernels.triton.gemm.unpack import ASSEMBLER
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
+from hmt.kernels.triton.single_tokens import are_single
+from hmt.kernels.weight_cache import WeightCache
 
 _FLOATS = (torch.float16, torch.bfloat16)
 _VECTOR_BYTES = 16
@@ -36,8 +42,10 @@ _VECTOR = 8  # numbers that a thread loads at once
 _ROWS = 8  # of a program
 _TOKENS = 4  # of a product
 _MOST_TOKENS = 16
+# Of a batch, whose tokens need no bits of their own: with more a library takes less time.
+_MOST_OF_A_BATCH = 4
 # With fewer rows most multiprocessors would have no program.
-_FEWEST_ROWS = 512
+_FEWEST_ROWS = 128
 
 _BF16_PRODUCT = tl.constexpr(
     """
@@ -52,9 +60,10 @@ _F16_PRODUCT = tl.constexpr(_BF16_PRODUCT.value.replace("bf16.bf16", "f16.f16"))
 
 # Constants of the kernel:
 #
-# WARPS    of a program; each takes CHUNKS of 64 columns in a step
-# FOURS    fours of tokens
-# ADD      products are rounded and added to what lies in `out`
+# PART_ROWS   `weights` are addresses of parts of so many rows, `bias` of theirs
+# WARPS       of a program; each takes CHUNKS of 64 columns in a step
+# FOURS       fours of tokens
+# ADD         products are rounded and added to what lies in `out`
 #
 # Lane (slot of 8, t of 4) of a warp loads weights of row slot / 2, columns 32 (slot % 2) + 8 t of a
 # chunk; and of token slot % 4 inputs of columns 32 (slot / 4) + 8 t.  Of products it holds those of
@@ -62,7 +71,7 @@ _F16_PRODUCT = tl.constexpr(_BF16_PRODUCT.value.replace("bf16.bf16", "f16.f16"))
 @triton.jit
 def few_tokens_mma(
     out, x, weights, bias, rows, columns, tokens, x_row, out_row,
-    BF16: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
+    BF16: tl.constexpr, PART_ROWS: tl.constexpr, WARPS: tl.constexpr, CHUNKS: tl.constexpr,
     FOURS: tl.constexpr, ADD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """x [tokens, columns] times weights [rows, columns]."""
@@ -72,9 +81,19 @@ def few_tokens_mma(
     slot = lane // 4 % 8
     first = lane // 32 * (CHUNKS * 64) + lane % 4 * 8
     column = first + slot % 2 * 32
-    row = tl.program_id(0) * 8 + slot // 2
-    upper = _words(weights, tl.minimum(row, rows - 1).to(tl.int64) * columns + column)
-    lower = _words(weights, tl.minimum(row + 4, rows - 1).to(tl.int64) * columns + column)
+    first_row = tl.program_id(0) * 8
+    last_row = rows - 1
+    if PART_ROWS > 0:
+        part = first_row // PART_ROWS
+        last_row = tl.minimum(PART_ROWS, rows - part * PART_ROWS) - 1
+        first_row %= PART_ROWS
+        weights = tl.load(weights + part).to(tl.pointer_type(x.dtype.element_ty))
+        if bias is not None:
+            bias = tl.load(bias + part).to(tl.pointer_type(x.dtype.element_ty))
+            bias -= part * PART_ROWS
+    row = first_row + slot // 2
+    upper = _words(weights, tl.minimum(row, last_row).to(tl.int64) * columns + column)
+    lower = _words(weights, tl.minimum(row + 4, last_row).to(tl.int64) * columns + column)
     now = _step(upper, lower, column, 0, columns, CHUNKS)
     inputs_are_there(DEPENDENT)
     token, x_column = slot % 4, first + slot // 4 * 32
@@ -119,7 +138,7 @@ def few_tokens_mma(
 
 @triton.jit
 def _of_tokens(even, odd, lower_even, lower_odd, WARPS: tl.constexpr):
-    """Sums of all warps and both halves of lines: [4 rows, 2, rows 4 further, 2]; tokens are two."""
+    """Sums of all warps and of both halves of lines: [4 rows, 2 tokens, 4 rows on, 2 tokens]."""
     found = tl.join(tl.join(even, lower_even), tl.join(odd, lower_odd))
     found = tl.reshape(found, (WARPS, 4, 4, 2, 4))  # warp, row, halves of slot and of t, t % 2
     halves = tl.arange(0, 4)[None, None, :, None, None]
@@ -224,9 +243,16 @@ class Sizes:
     chunks: int
 
 
+# The same for all weights and tokens: sums of a token are in this order.
+_SIZES = Sizes(8, 4)
+_Parts = tuple[Tensor, Tensor | None, int]
+_PARTS: WeightCache[tuple[tuple[WeightTensor | Tensor | None, ...], _Parts]] = WeightCache()
+
+
 def takes_mma(x: Tensor, w: WeightTensor) -> bool:
     """Whether `multiply_mma` takes x [tokens, in] and w."""
-    if not 0 < len(x) <= _MOST_TOKENS or x.dtype not in _FLOATS or x.stride(1) != 1:
+    most = _MOST_TOKENS if are_single() else _MOST_OF_A_BATCH
+    if not 0 < len(x) <= most or x.dtype not in _FLOATS or x.stride(1) != 1:
         return False
     if w.data.dtype is not x.dtype or w.activations is not Activations.FLOAT:
         return False
@@ -237,28 +263,72 @@ def takes_mma(x: Tensor, w: WeightTensor) -> bool:
     return interpreted() or (x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 8)
 
 
-def sizes_of(w: WeightTensor) -> Sizes:
-    """Sizes of a launch.  By the weight alone: sums of a token are in their order."""
-    return Sizes(8, 4)
+def take_mma_at_once(
+    x: Tensor, weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]
+) -> int:
+    """How many of the first weights `multiply_mma` takes at once, all of which `takes_mma`."""
+    w, bias = weights[0], biases[0]
+    count = 1 if takes_mma(x, w) else 0
+    while 0 < count < len(weights) and weights[count - 1].shape[0] % _ROWS == 0:
+        other, added = weights[count], biases[count]
+        if other.shape[1] != w.shape[1] or not takes_mma(x, other):
+            break
+        if (added is None) != (bias is None) or (added is not None and added.dtype != x.dtype):
+            break
+        count += 1
+    return 1 if count > 1 and bias is not None and bias.dtype != x.dtype else count
 
 
 def multiply_mma(
     out: Tensor,
     x: Tensor,
-    w: WeightTensor,
-    bias: Tensor | None,
+    weights: Sequence[WeightTensor],
+    biases: Sequence[Tensor | None],
     *,
     add: bool = False,
-    sizes: Sizes | None = None,
+    sizes: Sizes = _SIZES,
 ) -> None:
-    """x [tokens, in] times w, to out [tokens, rows]; with `add`, rounded and added to `out`."""
-    rows, columns = w.shape
-    sizes = sizes or sizes_of(w)
+    """x [tokens, in] times weights, side by side, to out [tokens, rows of all].
+
+    Several are what `take_mma_at_once` says.  With `add`, products are rounded and added to `out`.
+    """
+    rows, columns = sum(w.shape[0] for w in weights), weights[0].shape[1]
     if x.data_ptr() % _VECTOR_BYTES or (len(x) > 1 and x.stride(0) % _VECTOR):
         x = x.clone(memory_format=torch.contiguous_format)
+    data, bias, part_rows = weights[0].data, biases[0], 0
+    if len(weights) > 1:
+        data, bias, part_rows = _parts(weights, biases)
     few_tokens_mma[(triton.cdiv(rows, _ROWS),)](
-        out, x, w.data, bias, rows, columns, len(x), x.stride(0), out.stride(0),
-        BF16=x.dtype is torch.bfloat16, WARPS=sizes.warps, CHUNKS=sizes.chunks,
-        FOURS=triton.cdiv(len(x), _TOKENS), ADD=add,
+        out, x, data, bias, rows, columns, len(x), x.stride(0), out.stride(0),
+        BF16=x.dtype is torch.bfloat16, PART_ROWS=part_rows,
+        WARPS=sizes.warps, CHUNKS=sizes.chunks, FOURS=triton.cdiv(len(x), _TOKENS), ADD=add,
         num_warps=sizes.warps, **dependent(x.device),
     )  # fmt: skip
+
+
+def _parts(weights: Sequence[WeightTensor], biases: Sequence[Tensor | None]) -> _Parts:
+    """Addresses of parts of all weights and biases, int64, and a part's rows; kept for next calls.
+
+    Made in a first call, before anything is captured.
+    """
+    given = (*weights[1:], *biases)
+    known = _PARTS.get(weights[0])
+    if known is not None and len(known[0]) == len(given) and all(map(is_, known[0], given)):
+        return known[1]
+    size = gcd(*(w.shape[0] for w in weights[:-1]))
+    places = [
+        [start.data_ptr() + row * step for row in range(0, w.shape[0], size)]
+        for w in weights
+        for start, step in ((w.data, w.shape[1] * w.data.element_size()),)
+    ]
+    table = torch.tensor(list(chain(*places))).to(weights[0].data.device)
+    added = None
+    if biases[0] is not None:
+        there = [
+            bias.data_ptr() + row * bias.element_size()
+            for bias in biases if bias is not None for row in range(0, len(bias), size)
+        ]  # fmt: skip
+        added = torch.tensor(there).to(table.device)
+    found = table, added, size
+    _PARTS[weights[0]] = given, found
+    return found
