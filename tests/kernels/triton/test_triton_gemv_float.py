@@ -11,6 +11,7 @@ from hmt.kernels.triton.device_math import interpreted
 from hmt.kernels.triton.gemm import dispatch as kernels
 from hmt.kernels.triton.gemm import gemv_mma
 from hmt.kernels.triton.gemm.gemv_float import takes_numbers
+from hmt.kernels.triton.single_tokens import single_tokens
 
 # Triton's interpreter rounds to bf16 by cutting off.
 KINDS = [torch.float32, torch.float16, *([] if interpreted() else [torch.bfloat16])]
@@ -68,21 +69,22 @@ def test_products_of_several_tokens_on_tensor_cores(
     w = random_weight(encoding, rows, columns, device=device)
     bias = token(rows, device, kind, 2)[0]
     random = torch.Generator().manual_seed(3)
-    for tokens in (1, 3, 10) if interpreted() else (1, 2, 4, 5, 8, 13, 16):
-        x = torch.randn(tokens, columns + 8, generator=random).to(device, kind)[:, :columns]
-        assert gemv_mma.takes_mma(x, w)
-        found = kernels.linear(x, w, bias)
-        assert_is_sum(found, x, w, bias)
-        alone = [kernels.linear(row, w, bias) for row in x.split(1)]
-        assert torch.equal(found, torch.cat(alone))
-        total = torch.randn(tokens, rows, generator=random).to(device, kind)
-        expected = total + kernels.linear(x, w)
-        kernels.linear_add(total, x, w)
-        assert torch.equal(total, expected)
-        larger = torch.full((tokens, rows + 6), math.nan, dtype=kind, device=device)
-        kernels.linear_into(larger[:, 3 : rows + 3], x, w)
-        assert torch.equal(larger[:, 3 : rows + 3], kernels.linear(x, w))
-        assert larger[:, :3].isnan().all() and larger[:, rows + 3 :].isnan().all()
+    with single_tokens():
+        for tokens in (1, 3, 10) if interpreted() else (1, 2, 4, 5, 8, 13, 16):
+            x = torch.randn(tokens, columns + 8, generator=random).to(device, kind)[:, :columns]
+            assert gemv_mma.takes_mma(x, w)
+            found = kernels.linear(x, w, bias)
+            assert_is_sum(found, x, w, bias)
+            alone = [kernels.linear(row, w, bias) for row in x.split(1)]
+            assert torch.equal(found, torch.cat(alone))
+            total = torch.randn(tokens, rows, generator=random).to(device, kind)
+            expected = total + kernels.linear(x, w)
+            kernels.linear_add(total, x, w)
+            assert torch.equal(total, expected)
+            larger = torch.full((tokens, rows + 6), math.nan, dtype=kind, device=device)
+            kernels.linear_into(larger[:, 3 : rows + 3], x, w)
+            assert torch.equal(larger[:, 3 : rows + 3], kernels.linear(x, w))
+            assert larger[:, :3].isnan().all() and larger[:, rows + 3 :].isnan().all()
     odd = torch.randn(2 * columns + 3, generator=random).to(device, kind)[3:].view(2, columns)
     assert torch.equal(kernels.linear(odd, w), kernels.linear(odd.clone(), w))
 

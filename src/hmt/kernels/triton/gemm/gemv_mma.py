@@ -174,7 +174,7 @@ def _step(upper, lower, column, start, columns, CHUNKS: tl.constexpr):
         mask = (column + at < columns)[:, None]
         one = tl.load(upper + at // 2, mask=mask, other=0)
         other = tl.load(lower + at // 2, mask=mask, other=0)
-        found = found + (one, other)
+        found = found + (one, other)  # type: ignore[assignment]
     return found
 
 
