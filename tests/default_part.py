@@ -5,7 +5,7 @@ A run covers every behaviour once; what repeats the same path with other paramet
 
 * `whole`, on a parameter: `pytest.param(..., marks=pytest.mark.whole)`, or `after_first` of many.
 * `each_once`, on a test or a module: of its parameters' combinations as few are run as contain each
-  value of each parameter; the others are `whole`.
+  value of each; the others are `whole`.  Those written out in one `parametrize` all run.
 
 No test function is left as a whole: each runs with some of its parameters.  Tests that are named
 (`file::test`) or failed last (`--lf`) run always.
@@ -25,6 +25,16 @@ def after_first(cases: Iterable[Any], count: int = 1) -> list[Any]:
     return [
         case if place < count else pytest.param(case, marks=pytest.mark.whole)
         for place, case in enumerate(cases)
+    ]
+
+
+def first_of_each(cases: Iterable[Any]) -> list[Any]:
+    """`cases` named `family-number`, or whose names are so: all but number 0 are `whole`."""
+    return [
+        case
+        if getattr(case, "name", case).endswith("-0")
+        else pytest.param(case, marks=pytest.mark.whole)
+        for case in cases
     ]
 
 
@@ -55,11 +65,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _default_part(cases: list[pytest.Item]) -> list[pytest.Item]:
     """`cases`, or those that `each_once` leaves of them: of tests that need a GPU, all."""
     chosen: list[pytest.Item] = []
-    values: dict[pytest.Item, set[tuple[str, int]]] = {}  # of cases' parameters: one object each
+    values: dict[pytest.Item, set[tuple[int, str]]] = {}  # of a case: one of each `parametrize`
     for case in cases:
         spec = getattr(case, "callspec", None)
         if spec and case.get_closest_marker("each_once") and not case.get_closest_marker("gpu"):
-            values[case] = {(name, id(value)) for name, value in spec.params.items()}
+            values[case] = set(enumerate(spec._idlist))
         else:
             chosen.append(case)
     missing = set().union(*values.values())
