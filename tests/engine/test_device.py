@@ -30,6 +30,8 @@ from hmt.memory.device import FakeDevice, InlineRecorder
 from hmt.profiling.random_model import Shape, write_random_model
 from hmt.weights.store import device_store
 
+pytestmark = pytest.mark.each_once
+
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 60))
 GPU = {"gpu_id": "fake"}
