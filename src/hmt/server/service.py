@@ -87,9 +87,9 @@ class Service:
             self._check_form(request)
             return [self._request(request, tokens) for tokens in prompts()]
 
-        await generation.begin(
-            self.model, requests, count * request.answers, self._timeout_s(request)
-        )
+        answers, images = count * request.answers, bool(request.images)
+        timeout_s = self._timeout_s(request)
+        await generation.begin(self.model, requests, answers, timeout_s, images=images)
         return generation
 
     def _check_form(self, request: ApiRequest) -> None:
