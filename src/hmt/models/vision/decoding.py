@@ -81,9 +81,9 @@ class ImageDecoder:
 def _refusal(error: Refused) -> Exception:
     if error.kind == "pixels":
         width, height = error.more.get("width"), error.more.get("height")
+        has = f"{width} x {height}" if width else f"more than {2 * MOST_PIXELS}"
         return RequestError(
-            f"an image has {width} x {height} pixels; the most is {MOST_PIXELS} in all: make it "
-            "smaller"
+            f"an image has {has} pixels; the most is {MOST_PIXELS} in all: make it smaller"
         )
     if error.kind == "format":
         return RequestError(f"an image cannot be decoded: {_FORMATS}")
