@@ -1,4 +1,4 @@
-"""Images over HTTP: what official clients send, and what is refused."""
+"""Images over HTTP: what official clients send, what is fetched, and what is refused."""
 
 import base64
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from typing import Any
 
 import openai as package
 import pytest
+from elsewhere import Elsewhere
 from fastapi import FastAPI
 from serving import CHAT, NAME, app_on, http, openai, run
 from test_anthropic_client import client_of
@@ -13,6 +14,7 @@ from vision_models import file_of, picture, publish, vision_model
 
 import hmt
 from hmt.engine import LoadedModel
+from hmt.server.image_fetching import ImageFetcher
 
 FILE = file_of(picture(37, 21))
 DATA = base64.b64encode(FILE).decode()
@@ -115,3 +117,30 @@ def test_images_are_the_users_and_a_model_must_see(app: FastAPI, sees: FastAPI) 
                 await client.chat.completions.create(**asking(TEXT, url))
 
     run(work())
+
+
+def test_images_of_named_hosts_are_fetched(seeing: LoadedModel) -> None:
+    expected = wanted(seeing, [{"type": "image"}, TEXT])
+    app = app_on(seeing, max_body_bytes=len(FILE) * 2)
+
+    async def work(address: str) -> None:
+        async with openai(app) as client:
+            body = asking(part(f"http://{address}/cat"), TEXT)
+            done = await client.chat.completions.create(**body)
+            assert done.choices[0].message.content == expected.text
+            # It counts as a part of the body.
+            pair = [part(f"http://{address}/{name}") for name in ("cat", "dog")]
+            with pytest.raises(package.APIStatusError, match="with images that are fetched"):
+                await client.chat.completions.create(**asking(*pair, TEXT))
+        source = {"type": "url", "url": f"http://{address}/cat"}
+        async with client_of(app) as client:
+            messages = [{"role": "user", "content": [{"type": "image", "source": source}, TEXT]}]
+            said = await client.messages.create(
+                model=NAME, max_tokens=6, messages=messages, extra_body={"temperature": 0}
+            )
+        assert said.content[0].text == expected.text
+
+    with Elsewhere(FILE) as elsewhere:
+        address = f"127.0.0.1:{elsewhere.server_port}"
+        app.state.service.fetcher = ImageFetcher([address], reachable=lambda found: True)
+        run(work(address))

@@ -22,11 +22,13 @@ class Client:
     """body_bytes: of its request; cut: ends its connection at once.
 
     state   of the request's scope: what the log says of it beside its response
+    hold    counts so many bytes more as part of its body; raises ApiError where these are too many
     """
 
     body_bytes: int = 0
     cut: Callable[[], None] = lambda: None
     state: dict[str, Any] = field(default_factory=dict)
+    hold: Callable[[int], None] = lambda more: None
 
 
 CLIENT: Final[ContextVar[Client]] = ContextVar("client", default=Client())  # noqa: B039
