@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 from fastapi import FastAPI
-from serving import app_on, tooled_model
+from serving import NAME, app_on, tooled_model
+from vision_models import publish, vision_model
 
 import hmt
 from hmt.cli.options import embedded_model
@@ -16,6 +17,15 @@ def model() -> Iterator[LoadedModel]:
     options = {"host_memory": "96MiB", "dtype": "float32", "context": 2048, "max_batch": 4}
     with hmt.Engine(**options) as engine:
         yield engine.load_model(embedded_model())
+
+
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    """A random model that sees images."""
+    folder = tmp_path_factory.mktemp("models") / NAME
+    publish(vision_model("qwen3_vl"), folder)
+    with hmt.Engine(host_memory="96MiB", dtype="float32", context=512, max_batch=4) as engine:
+        yield engine.load_model(folder)
 
 
 @pytest.fixture

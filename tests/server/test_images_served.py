@@ -1,7 +1,6 @@
 """Images over HTTP: what official clients send, what is fetched, and what is refused."""
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import openai as package
@@ -10,7 +9,7 @@ from elsewhere import Elsewhere
 from fastapi import FastAPI
 from serving import CHAT, NAME, app_on, http, openai, run
 from test_anthropic_client import client_of
-from vision_models import file_of, picture, publish, vision_model
+from vision_models import file_of, picture
 
 import hmt
 from hmt.engine import LoadedModel
@@ -19,14 +18,6 @@ from hmt.server.image_fetching import ImageFetcher
 FILE = file_of(picture(37, 21))
 DATA = base64.b64encode(FILE).decode()
 TEXT = {"type": "text", "text": "What is this?"}
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    folder = tmp_path_factory.mktemp("models") / NAME
-    publish(vision_model("qwen3_vl"), folder)
-    with hmt.Engine(host_memory="96MiB", dtype="float32", context=512, max_batch=4) as engine:
-        yield engine.load_model(folder)
 
 
 @pytest.fixture(scope="module")

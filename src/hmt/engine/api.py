@@ -81,6 +81,11 @@ class LoadedModel:
         """Raise RequestError where the model can see none of `count` images."""
         self._input.check_images(count)
 
+    @property
+    def images_refused(self) -> str:
+        """Why the model sees no images; empty where it does."""
+        return self._input.images_refused
+
     def infer(self, request: Request) -> Completion:
         """Run one request to its end.  Raises RequestError, or what failed the computation."""
         return self.infer_batch([request])[0]

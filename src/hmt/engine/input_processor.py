@@ -96,13 +96,18 @@ class InputProcessor:
 
     def check_images(self, count: int) -> None:
         """Raise RequestError where the model can see none of `count` images."""
+        if count and (why := self.images_refused):
+            raise RequestError(f"{count} images were given, and {why}")
+
+    @property
+    def images_refused(self) -> str:
+        """Why the model sees no images; empty where it does."""
+        if self._images is not None:
+            return ""
         spec = self._prepared.model.spec
-        if count and self._images is None:
-            why = [remark for remark in spec.remarks if remark.startswith("images")]
-            raise RequestError(
-                f"{count} images were given, and this {spec.architecture} reads text only"
-                f"{': ' if why else ''}{'; '.join(why)}"
-            )
+        why = [remark for remark in spec.remarks if remark.startswith("images")]
+        told = f"this {spec.architecture} reads text only"
+        return f"{told}: {'; '.join(why)}" if why else told
 
     def _images_of(self, request: Request, tokens: list[int]) -> tuple[ImagePrompt, object]:
         """The prompt with its images, and what keeps these.  Raises RequestError, BudgetError."""
