@@ -1,6 +1,7 @@
 """One small model for all tests of the server."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -41,3 +42,28 @@ def tooled(
     folder = tooled_model(tmp_path_factory.mktemp("models") / "tools", request.param)
     with hmt.Engine(host_memory="64MiB", context=2048, max_batch=4) as engine:
         yield app_on(engine.load_model(folder))
+
+
+@pytest.fixture(scope="module")  # not longer: it leaves the main thread an event loop
+def browser() -> Iterator[Any]:
+    from page_in_browser import launched
+
+    with launched() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def address(model: LoadedModel) -> Iterator[str]:
+    """Of a page of the small model."""
+    from page_in_browser import served
+
+    with served(model) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
+    from page_in_browser import opening
+
+    with opening(browser, address) as open_page:
+        yield open_page

@@ -1,6 +1,8 @@
 """Images over HTTP: what official clients send, what is fetched, and what is refused."""
 
+import asyncio
 import base64
+import threading
 from typing import Any
 
 import openai as package
@@ -135,3 +137,31 @@ def test_images_of_named_hosts_are_fetched(seeing: LoadedModel) -> None:
         address = f"127.0.0.1:{elsewhere.server_port}"
         app.state.service.fetcher = ImageFetcher([address], reachable=lambda found: True)
         run(work(address))
+
+
+def test_text_does_not_wait_for_decoders(
+    sees: FastAPI, seeing: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many small requests have an image that takes long."""
+    decoder = seeing._core.memory.images._decoder
+    begun, goes_on, pixels = threading.Event(), threading.Event(), decoder.pixels
+
+    def slow(data: bytes) -> Any:
+        begun.set()
+        assert goes_on.wait(30)
+        return pixels(data)
+
+    monkeypatch.setattr(decoder, "pixels", slow)
+
+    async def work() -> None:
+        async with http(sees) as client:
+            body = asking(part(f"data:image/png;base64,{DATA}"), TEXT)
+            images = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(40)]
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+            answer = await client.post(CHAT, json=asking(TEXT))
+            assert answer.status_code == 200 and not any(one.done() for one in images)
+            goes_on.set()
+            assert {one.status_code for one in await asyncio.gather(*images)} == {200}
+
+    run(work())

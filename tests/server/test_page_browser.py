@@ -3,122 +3,31 @@
 What a model would write is put in its place where a test needs it to be of a certain kind.
 """
 
-import base64
-import io
 import json
-import random
-import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from PIL import Image
-from serving import app_on
+from page_in_browser import (
+    AXE,
+    MARKS,
+    Opened,
+    answered,
+    ask,
+    given,
+    pending,
+    served,
+    stream,
+    sync_api,
+)
 from vision_models import file_of, picture
 
 from hmt.engine import LoadedModel
-from hmt.server import KeyRing, ServerConfig, bind
+from hmt.server import KeyRing
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra 'browser'")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-ROOT = Path(__file__).parents[2]
-AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
-SCREENSHOTS = ROOT / "build" / "screenshots"  # for whoever wants to see what tests have seen
-
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome"),
-    # Playwright's own threads and sockets end with the process.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
+pytestmark = MARKS
 KEY = "sk-correct-horse"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
-Opened = Callable[..., Any]
-
-
-@contextmanager
-def served(model: LoadedModel, **options: Any) -> Iterator[str]:
-    bound = bind(ServerConfig(port=0))
-    app = app_on(model, **options)
-    config = uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join()
-        bound.close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        options = {"executable_path": CHROMIUM, "args": ["--no-sandbox"]}
-        with playwright.chromium.launch(**options) as launched:
-            yield launched
-
-
-@pytest.fixture(scope="module")
-def address(model: LoadedModel) -> Iterator[str]:
-    with served(model) as found:
-        yield found
-
-
-@pytest.fixture
-def opened(browser: Any, address: str) -> Iterator[Opened]:
-    """Opens the page; in the end there must be nothing on the console and no request elsewhere."""
-    wrong: list[str] = []
-    contexts = []
-
-    def open_page(at: str = address, expected: str = "", **options: Any) -> Any:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-
-        def told(message: Any) -> None:
-            if not (expected and expected in message.text):
-                wrong.append(message.text)
-
-        page.on("console", told)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith(at) else wrong.append(r.url))
-        page.goto(at)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert wrong == []
-
-
-def stream(*deltas: dict[str, str]) -> dict[str, Any]:
-    """A response that says `deltas`."""
-    events = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
-    ]
-    events.append({"choices": [], "usage": {"completion_tokens": len(deltas)}})
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    return {"status": 200, "content_type": "text/event-stream", "body": body}
-
-
-def ask(page: Any, text: str) -> None:
-    page.fill("#prompt", text)
-    page.press("#prompt", "Enter")
-
-
-def answered(page: Any, number: int) -> Any:
-    """The answer with this number, once it is complete."""
-    turn = page.locator(".turn.assistant").nth(number)
-    turn.locator(".told, .failed").first.wait_for()
-    return turn
 
 
 def test_a_chat_streams_stops_and_goes_on_after_errors(opened: Opened, model: LoadedModel) -> None:
@@ -372,103 +281,6 @@ def test_of_several_models_one_is_chosen(opened: Opened) -> None:
     away.append(True)  # it is unloaded: the page shows what there is
     sync_api.expect(page).to_have_title("mini-dense · HMT", timeout=20_000)
     assert page.is_hidden("#model-choice") and page.is_hidden("#problem")
-
-
-DATA_TRANSFER = """files => {
-    const given = new DataTransfer();
-    for (const [name, type, data] of files) {
-        const bytes = Uint8Array.from(atob(data), c => c.charCodeAt(0));
-        given.items.add(new File([bytes], name, { type }));
-    }
-    return given;
-}"""
-
-
-def given(page: Any, kind: str, *files: tuple[str, str, bytes]) -> None:
-    """Paste files into the message, or drop them on the chat."""
-    encoded = [[name, type_, base64.b64encode(data).decode()] for name, type_, data in files]
-    transfer = page.evaluate_handle(DATA_TRANSFER, encoded)
-    if kind == "drop":
-        for event in ("dragover", "drop"):
-            page.dispatch_event("#chat", event, {"dataTransfer": transfer})
-    else:
-        page.evaluate(
-            "given => document.getElementById('prompt').dispatchEvent("
-            "new ClipboardEvent('paste', { clipboardData: given, cancelable: true }))",
-            transfer,
-        )
-
-
-def pending(page: Any, count: int) -> None:
-    """Wait until so many images are to be sent."""
-    sync_api.expect(page.locator("#images li")).to_have_count(count, timeout=20_000)
-
-
-def test_images_are_picked_pasted_dropped_taken_away_and_sent(
-    opened: Opened, seeing: LoadedModel, tmp_path: Path
-) -> None:
-    for number in range(2):
-        picture(37, 21, number).save(tmp_path / f"{number}.png")
-    files = [(tmp_path / f"{number}.png").read_bytes() for number in range(2)]
-    noise = Image.frombytes("RGB", (1600, 900), random.Random(1).randbytes(1600 * 900 * 3))
-    large = file_of(noise, "PNG")
-    with served(seeing, max_body_bytes=4 << 20) as at:
-        page = opened(at)
-        sent: list[Any] = []
-        page.on("request", lambda r: sent.append(r.post_data_json) if r.post_data else None)
-        page.wait_for_selector("#image-button[aria-disabled=false]")
-        page.click("#settings-button")
-        page.fill("#longest", "6")
-        page.click("#settings-button")
-        with page.expect_file_chooser() as chooser:  # by keyboard
-            page.focus("#image-button")
-            page.keyboard.press("Enter")
-        chooser.value.set_files([tmp_path / "0.png", tmp_path / "1.png"])
-        pending(page, 2)
-        given(page, "paste", ("image.png", "image/png", large))
-        given(page, "drop", ("dropped.png", "image/png", files[0]), ("a.txt", "text/plain", b"a"))
-        pending(page, 4)
-        assert page.inner_text("#image-note").startswith("a.txt is not added")
-        given(page, "drop", ("broken.gif", "image/gif", b"GIF89a and no more"))
-        page.wait_for_selector("#image-note:has-text('broken.gif')")
-        page.get_by_role("button", name="Remove dropped.png").press("Enter")
-        page.get_by_role("button", name="Remove 1.png").press("Enter")
-        assert page.evaluate("document.activeElement.ariaLabel") == "Remove image.png"
-        assert page.inner_text("#said") == "1.png removed"
-        page.screenshot(path=SCREENSHOTS / "page-images-before.png")
-        ask(page, "What is this?")
-        answered(page, 0)
-        pending(page, 0)
-        content = sent[0]["messages"][0]["content"]
-        urls = [one["image_url"]["url"] for one in content[:2]]
-        assert urls[0] == f"data:image/png;base64,{base64.b64encode(files[0]).decode()}"
-        smaller = Image.open(io.BytesIO(base64.b64decode(urls[1].partition(",")[2])))
-        assert (smaller.format, smaller.size) == ("JPEG", (1280, 720))
-        assert content[2:] == [{"type": "text", "text": "What is this?"}]
-        assert page.locator(".turn.user img").evaluate_all(
-            "all => all.map(e => [e.alt, e.naturalWidth])"
-        ) == [["0.png", 37], ["image.png", 1280]]
-        ask(page, "And now?")  # the conversation is sent with its images
-        answered(page, 1)
-        assert sent[1]["messages"][0]["content"] == content
-        page.screenshot(path=SCREENSHOTS / "page-images.png")
-        page.click("text=New chat")
-        assert page.locator("img").count() == 0
-
-
-def test_a_model_that_does_not_see_says_so(opened: Opened) -> None:
-    page = opened()
-    page.wait_for_selector("#image-button[title]")
-    button = page.get_by_role("button", name="Add images")
-    assert button.get_attribute("aria-disabled") == "true"
-    assert "reads text only" in (button.get_attribute("title") or "")
-    assert "reads text only" in page.inner_text("#image-why")
-    button.press("Enter")
-    assert "reads text only" in page.inner_text("#image-note")
-    given(page, "drop", ("a.png", "image/png", file_of(picture(4, 4))))
-    assert page.locator("#images li").count() == 0
-    ask(page, "What is 12 + 30?")
-    assert answered(page, 0).locator(".words").inner_text()
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="needs axe-core: npm install --no-save axe-core")
