@@ -169,6 +169,20 @@ def test_requests_with_and_without_images_run_together(loaded: hmt.LoadedModel) 
         assert numbers(answer) == pytest.approx(expected, abs=1e-5)
 
 
+def test_several_answers_share_what_is_made_of_an_image(
+    loaded: hmt.LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, decoded = loaded._core.memory.images._decoder, list[bytes]()
+    pixels = decoder.pixels
+    monkeypatch.setattr(decoder, "pixels", lambda data: decoded.append(data) or pixels(data))
+    prompt, image = [*words(3, 5), IMAGE, *words(2, 6)], file_of(IMAGES[1])
+    plain = {"prompt_logprobs": None}
+    answers = loaded.infer_choices(asked(prompt, (image,), **plain), 3)
+    assert len(decoded) == 1
+    one = loaded.infer(asked(prompt, (image,), **plain))
+    assert [answer.token_ids for answer in answers] == [one.token_ids] * 3
+
+
 def test_a_path_bytes_and_pillow_are_the_same_image(
     loaded: hmt.LoadedModel, tmp_path: Path
 ) -> None:

@@ -291,10 +291,10 @@ class LoadedModel:
         self, requests: Many[Request], listeners: Many[TokenListener], shared: bool
     ) -> list[OutputProcessor]:
         """One for each; if `shared`, all after the first wait for its prompt."""
-        processors = [
-            self._input.process(request, listener)
-            for request, listener in zip(requests, listeners, strict=True)
-        ]
+        processors: list[OutputProcessor] = []
+        for request, listener in zip(requests, listeners, strict=True):
+            first = processors[0] if shared and processors else None
+            processors.append(self._input.process(request, listener, first))
         for processor in processors:
             self._core.scheduler.check(processor.state)
         for processor in processors[1:] if shared else ():
