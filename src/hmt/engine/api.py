@@ -81,6 +81,11 @@ class LoadedModel:
         """Raise RequestError where the model can see none of `count` images."""
         self._input.check_images(count)
 
+    @property
+    def images_refused(self) -> str:
+        """Why the model sees no images; empty where it does."""
+        return self._input.images_refused
+
     def infer(self, request: Request) -> Completion:
         """Run one request to its end.  Raises RequestError, or what failed the computation."""
         return self.infer_batch([request])[0]
@@ -286,10 +291,10 @@ class LoadedModel:
         self, requests: Many[Request], listeners: Many[TokenListener], shared: bool
     ) -> list[OutputProcessor]:
         """One for each; if `shared`, all after the first wait for its prompt."""
-        processors = [
-            self._input.process(request, listener)
-            for request, listener in zip(requests, listeners, strict=True)
-        ]
+        processors: list[OutputProcessor] = []
+        for request, listener in zip(requests, listeners, strict=True):
+            first = processors[0] if shared and processors else None
+            processors.append(self._input.process(request, listener, first))
         for processor in processors:
             self._core.scheduler.check(processor.state)
         for processor in processors[1:] if shared else ():

@@ -69,6 +69,13 @@ class ModelRunner:
             step = self._images.fill(step, output, self._host_weights)
         return self.executor.run(step if inputs is None else replace(step, inputs=inputs), viewer)
 
+    def encode_images(self, output: SchedulerOutput) -> dict[int, Exception]:
+        """Encode images of a step before it is run.  By request, why its images cannot be."""
+        failed = {} if self._images is None else self._images.encode(output, self._host_weights)
+        if failed:
+            self.abandon()
+        return failed
+
     @property
     def logit_stats(self) -> Sequence[LogitStats]:
         """What is known of each row of the last logits; empty where none was computed."""
