@@ -27,15 +27,13 @@ from hmt.kvcache.prefix import saved_states
 from hmt.models.decoder import Decoder
 from hmt.planner import explain
 
-pytestmark = pytest.mark.each_once
-
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_prefill_tokens": 16, "host_memory": "64MiB"}
 POSITIONS = 400
 NEVER = "no model writes this"
 
 
-# The first: state beside pages, state alone, and tokens that are state, too.  Each family goes
-# through test_parity and test_rollback.
+# The first four: state beside pages, state alone, tokens that are state, and both in one layer;
+# they try all ways, below.  Each family goes through test_parity.
 FAMILIES = (
     "qwen3_next-0",
     "mamba2-1",
@@ -49,7 +47,7 @@ FAMILIES = (
 
 
 def one_way_of(family: str, *ways: str) -> str:
-    """The way that a family tries; two families or more try each.
+    """The way that a family tries; the first four families try each.
 
     Where state lies is known to memory and the cache alone, which see bytes, and what it holds to a
     family's layers alone: all pairs of both take twice the time.
@@ -57,7 +55,7 @@ def one_way_of(family: str, *ways: str) -> str:
     return ways[FAMILIES.index(family) % len(ways)]
 
 
-@pytest.fixture(scope="module", params=after_first(FAMILIES, 3))
+@pytest.fixture(scope="module", params=after_first(FAMILIES, 4))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

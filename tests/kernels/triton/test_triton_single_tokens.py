@@ -83,7 +83,14 @@ def test_products(device, kind, options):
         assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
+# One format of each kind of kernel: test_products has all.
+LAYERS = [(Encoding.F16, {}), (Encoding.INT4_GROUP, {}), KINDS[8], (Encoding.Q6_K, KINDS[-1][1])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [pytest.param(*one, marks=[] if one in LAYERS else [pytest.mark.whole]) for one in KINDS],
+)
 def test_layers(device, kind, options):
     sizes = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
     sizes |= {"q_proj": (64, WIDTH), "k_proj": (32, WIDTH), "v_proj": (32, WIDTH)}
