@@ -40,6 +40,16 @@ _GEMMA_OWN = {
     "image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END,
     "mm_tokens_per_image": 9,
 }  # fmt: skip
+_GEMMA4 = _GEMMA | {
+    "num_hidden_layers": 4, "layer_types": [*_LAYERS, "full_attention"], "pad_token_id": 7,
+    "global_head_dim": 16, "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+}  # fmt: skip
+_GEMMA4_TOWER = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "position_embedding_size": 128,
+}  # fmt: skip
+_GEMMA4_OWN = {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END}
 _POINTS = [[24, 48], [48, 24], [48, 48], [72, 24]]
 _NEXT = {"image_token_index": IMAGE, "image_grid_pinpoints": _POINTS}
 _NEXT_PROCESSOR = {
@@ -58,6 +68,9 @@ _IDEFICS_OWN = {"image_token_id": IMAGE, "scale_factor": 2, "pad_token_id": 7}
 # called in the file.
 _IMAGES: dict[str, dict[str, Any]] = {
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE},
+    "gemma4": {
+        "image_processor_type": "Gemma4ImageProcessor", "patch_size": 2, "max_soft_tokens": 70,
+    },
     "mistral3": {
         "image_processor_type": "PixtralImageProcessor", "patch_size": 4,
         "size": {"longest_edge": 48},
@@ -81,6 +94,7 @@ _IMAGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _NAMES = {
     "gemma3": {"boi_token": BEGIN, "eoi_token": END, "image_token": IMAGE},
+    "gemma4": {"boi_token": BEGIN, "eoi_token": END, "image_token": IMAGE, "audio_token": 3, "boa_token": 1, "eoa_token": 2},
     "internvl": {
         "start_image_token": BEGIN, "end_image_token": END, "context_image_token": IMAGE,
         "video_token": 7,
@@ -107,6 +121,13 @@ FAMILIES: dict[str, Case] = {
     "llava_onevision": ("llava_onevision", {"model_type": "qwen2"}, _SIGLIP, _ONE, _ONE_PROCESSOR),
     "idefics3": ("idefics3", {"model_type": "llama"}, _TOWER, _IDEFICS_OWN, {"image_seq_len": 9}),
 }
+FAMILIES["gemma4"] = (
+    "gemma4",
+    _GEMMA4 | {"use_bidirectional_attention": "vision"},
+    _GEMMA4_TOWER,
+    _GEMMA4_OWN,
+    {},
+)
 # Further sizes of each, for tests that take their time.
 MORE: dict[str, Case] = {
     "gemma3-narrow": (
@@ -122,6 +143,20 @@ MORE: dict[str, Case] = {
         _SIGLIP | {"image_size": 32},
         _GEMMA_OWN | {"mm_tokens_per_image": 16},
         {"image_seq_length": 16},
+    ),
+    "gemma4-layers": (
+        "gemma4",
+        _GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+        _GEMMA4_TOWER | {"use_clipped_linears": True},
+        _GEMMA4_OWN,
+        {},
+    ),
+    "gemma4-shared": (
+        "gemma4",
+        _GEMMA4 | {"num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"},
+        _GEMMA4_TOWER | {"standardize": True, "num_key_value_heads": 1},
+        _GEMMA4_OWN,
+        {},
     ),
     "mistral3-unmerged": (
         "mistral3",
@@ -154,9 +189,9 @@ MORE: dict[str, Case] = {
     "llava_next-full": (
         "llava_next",
         {"model_type": "llama"},
-        _CLIP,
+        _SIGLIP,
         _NEXT | _FULL | {"vision_feature_layer": -1},
-        _NEXT_PROCESSOR | _FULL,
+        _NEXT_PROCESSOR | _FULL | {"num_additional_image_tokens": 0},
     ),
     "llava_next-layers": (
         "llava_next",
@@ -251,11 +286,13 @@ def family_logits(
     if config.model_type == "idefics3":
         images = [images]  # type: ignore[list-item]
     inputs = dict(processor(images=images, return_tensors="pt", **more))
-    for name in ("num_patches", "num_crops", "rows", "cols"):
+    for name in ("num_patches", "num_crops", "num_soft_tokens_per_image", "rows", "cols"):
         inputs.pop(name, None)
     ids = torch.tensor([tokens])
     if config.model_type == "gemma3":
         inputs["token_type_ids"] = (ids == IMAGE).int()
+    if config.model_type == "gemma4":
+        inputs["mm_token_type_ids"] = (ids == IMAGE).int()
     with torch.inference_mode():
         return model(input_ids=ids, **inputs).logits[0]
 

@@ -8,13 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from vision_families import FAMILIES, MORE, family_logits, family_model, publish_family
+from vision_families import (
+    FAMILIES,
+    MORE,
+    family_logits,
+    family_model,
+    processor_of,
+    publish_family,
+)
 from vision_models import BEGIN, IMAGE, picture
 
 import hmt
+from hmt.base.errors import RequestError
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.request import Completion, Request, Sampling
 
 IMAGES = [picture(37, 21), picture(18, 50, 1)]
+SMALL = [picture(14, 9), picture(7, 22, 1)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 1024, "max_batch": 2}
 
 
@@ -47,7 +57,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module", params=FAMILIES)
 def loaded(request: pytest.FixtureRequest, folder_of: Any) -> Iterator[tuple[str, Any]]:
     _, folder = folder_of(request.param)
-    options = OPTIONS | {"max_prefill_tokens": 16, "prefix_cache": True}
+    chunk = 80 if request.param == "gemma4" else 16  # its images have up to 70 tokens
+    options = OPTIONS | {"max_prefill_tokens": chunk, "prefix_cache": True}
     with hmt.Engine(host_memory="64MiB", **options) as engine:
         yield request.param, engine.load_model(folder)
 
@@ -84,5 +95,77 @@ def test_logits_are_those_of_transformers(loaded: tuple[str, Any], folder_of: An
 @pytest.mark.parametrize("name", MORE)
 def test_logits_of_further_sizes(name: str, folder_of: Any) -> None:
     _, folder = folder_of(name)
-    with hmt.Engine(host_memory="64MiB", **OPTIONS, max_prefill_tokens=16) as engine:
+    chunk = 80 if name == "gemma4-shared" else 16
+    with hmt.Engine(host_memory="64MiB", **OPTIONS, max_prefill_tokens=chunk) as engine:
         check_logits(name, engine.load_model(folder), folder_of)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_budgets_change_no_bit_and_chunks_nothing(name: str, folder_of: Any) -> None:
+    _, folder = folder_of(name)
+    found = []
+    for memory, chunk, executor in (
+        (64 << 20, 16, "overlapped"), (1150 << 10, 16, "plain"), (64 << 20, 48, "overlapped"),
+    ):  # fmt: skip
+        options = OPTIONS | {"context": 256, "max_batch": 1, "executor": executor}
+        with hmt.Engine(host_memory=memory, max_prefill_tokens=chunk, **options) as engine:
+            model = engine.load_model(folder)
+            found.append(numbers(model.infer(asked(prompt(name), SMALL))))
+            streams = any(
+                home == "disk" and block.kind is not BlockKind.VISION
+                for block, home in model.plan.homes.items()
+            )
+            assert streams == (memory < 2 << 20), model.plan.reserved
+    assert found[1] == found[0]
+    assert found[2] == pytest.approx(found[0], abs=1e-5)  # sums of f32 weights, as of text
+
+
+def test_equal_images_share_a_prefix_and_a_pixel_makes_another(loaded: tuple[str, Any]) -> None:
+    name, model = loaded
+    tokens = [*words(30, 8), mark(name), *words(20, 9)]
+    other = IMAGES[0].copy()
+    other.putpixel((20, 10), tuple(255 - value for value in other.getpixel((20, 10))))
+
+    def cached(image: Any) -> tuple[int, list[float]]:
+        stream = model.stream(asked(tokens, (image,), prompt_logprobs=None))
+        events = list(stream)
+        return stream._sequence.cached_tokens, [event.logprob for event in events]
+
+    first, again, changed = cached(IMAGES[0]), cached(IMAGES[0]), cached(other)
+    assert first[0] == 0 and again[1] == pytest.approx(first[1], abs=1e-5)
+    assert again[0] > 33, "pages with image tokens are found"
+    assert changed[0] <= 32 and changed[1] != first[1]
+
+
+def test_requests_run_together(loaded: tuple[str, Any]) -> None:
+    name, model = loaded
+    requests = [
+        asked(prompt(name)), asked(words(25, 5), ()),
+        asked([*words(3, 6), mark(name), *words(9, 7)], IMAGES[1:]),
+    ]  # fmt: skip
+    alone = [numbers(model.infer(request)) for request in requests]
+    for answer, expected in zip(model.infer_batch(requests), alone, strict=True):
+        assert numbers(answer) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mistral3"])
+def test_text_is_written_as_transformers_does(name: str, folder_of: Any) -> None:
+    """Also where text beside an image meets text that is written with it."""
+    reference, folder = folder_of(name)
+    processor = processor_of(reference, folder)
+    text = f"What is\n{processor.image_token}\nand {processor.image_token} there?"
+    images: Any = IMAGES if name != "idefics3" else [IMAGES]
+    wanted = processor(text=[text], images=images, padding=False)["input_ids"][0]
+    with hmt.Engine(host_memory="64MiB", **OPTIONS) as engine:
+        model = engine.load_model(folder)
+        found = model._input.process(asked(text), None)  # type: ignore[arg-type]
+    assert [t for t in found.state.tokens if t] == [t for t in list(wanted) if t]
+
+
+def test_an_image_that_no_step_holds_is_refused(folder_of: Any) -> None:
+    _, folder = folder_of("gemma3")
+    with hmt.Engine(host_memory="64MiB", **OPTIONS, max_prefill_tokens=8) as engine:
+        model = engine.load_model(folder)
+        with pytest.raises(RequestError, match="--max-prefill-tokens 9"):
+            model.infer(asked(prompt("gemma3")))
+        assert model.infer(asked(words(30, 1), ())).token_ids

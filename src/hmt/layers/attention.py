@@ -113,7 +113,7 @@ class Attention:
         """Let tokens see all of their `Segment.blocks`: changes their rows of `out`.
 
         out     [tokens, q_heads * dim], of causal attention
-        heads   [tokens, q_heads + 2 * kv_heads, dim], of which queries are the first
+        heads   [tokens, heads, dim], of which queries are the first
         """
         if self.sinks:
             raise AssertionError("blocks are not seen by heads with sinks")

@@ -30,6 +30,7 @@ _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of
 # written by transformers' processor of the type.
 _WRITTEN: Final = (
     "gemma3",
+    "gemma4",
     "idefics3",
     "internvl",
     "llava_next",
@@ -37,8 +38,8 @@ _WRITTEN: Final = (
     "mistral3",
     "smolvlm",
 )
-_TOGETHER: Final = ("gemma3",)  # whose images' tokens see each other
-_MASKED: Final = ("pixtral", "idefics3_vision", "smolvlm_vision")  # towers that make masks
+# Towers that make masks.
+_MASKED: Final = ("pixtral", "gemma4_vision", "idefics3_vision", "smolvlm_vision")
 _PROBED: Final = 1536  # pixels in each direction of what stands for the largest image
 _TOKENS: Final = ("image_token_id", "image_token_index")
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
@@ -80,7 +81,9 @@ def with_vision(
         for param in block.params:
             if not there.intersection(param.sources):
                 return _without(model, f"the checkpoint has no tensor {param.sources[0]}")
-    seeing = VisionModel(model, encoder)
+    text = config.get("text_config") or {}
+    stand_in = text.get("pad_token_id", 0) if text.get("hidden_size_per_layer_input") else None
+    seeing = VisionModel(model, encoder, stand_in)
     seeing.spec = replace(
         model.spec,
         blocks=(*model.spec.blocks, *encoder.tower.blocks),
@@ -110,7 +113,7 @@ def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Enco
     if kind in _WRITTEN:
         processing = with_text(whole, folder, token, processor)
         sizes = _probed_sizes(whole, processing)
-        return Encoder(tower, processing, sizes, together=kind in _TOGETHER)
+        return Encoder(tower, processing, sizes, together=_together(whole))
     processing = Processing(processor, token, token)
     if kind in _PLAIN:
         encoder = Encoder(tower, processing, _plain_sizes(whole))
@@ -119,6 +122,12 @@ def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Enco
         encoder = Encoder(tower, processing, _grid_sizes(whole, processor), axes=axes)
     _check_processor(encoder, whole.vision_config, grid=kind in _OF_GRIDS)
     return encoder
+
+
+def _together(config: Any) -> bool:
+    """Whether an image's tokens see each other."""
+    seen = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    return config.model_type == "gemma3" or (config.model_type == "gemma4" and seen == "vision")
 
 
 def _check_text(model: Model, *, axes: bool) -> None:

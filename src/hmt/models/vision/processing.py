@@ -85,6 +85,7 @@ class WithText(Processing):
             images=[pixels.numpy()],
             text=[self._processor.image_token],
             add_special_tokens=False,
+            padding=False,
             return_tensors="pt",
             input_data_format="channels_last",
         )

@@ -112,7 +112,7 @@ def _parts(model: nn.Module, text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _inside(module: nn.Module, path: str, text: str) -> Iterator[tuple[str, bool]]:
-    if path == text or next(_tensors(module), None) is None:
+    if path == text or "audio" in path or next(_tensors(module), None) is None:
         return
     holds_text = text.startswith(f"{path}.")
     lists = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
