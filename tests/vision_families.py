@@ -146,14 +146,19 @@ MORE: dict[str, Case] = {
     ),
     "gemma4-layers": (
         "gemma4",
-        _GEMMA4 | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+        _GEMMA4 | {"hidden_size_per_layer_input": 8},
         _GEMMA4_TOWER | {"use_clipped_linears": True},
         _GEMMA4_OWN,
         {},
     ),
     "gemma4-shared": (
         "gemma4",
-        _GEMMA4 | {"num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"},
+        _GEMMA4
+        | {
+            "num_kv_shared_layers": 2,
+            "use_bidirectional_attention": "vision",
+            "hidden_size_per_layer_input": 8,
+        },
         _GEMMA4_TOWER | {"standardize": True, "num_key_value_heads": 1},
         _GEMMA4_OWN,
         {},
@@ -243,6 +248,9 @@ def family_model(case: Case) -> PreTrainedModel:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param), alpha=0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("_min", "_max")):  # of clipped layers: infinite until trained
+                buffer.fill_(-2.0 if name.endswith("_min") else 2.0)
     model.tie_weights()
     return model
 

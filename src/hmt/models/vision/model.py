@@ -1,7 +1,5 @@
 """A language model that computes from images' features in the place of tokens' embeddings."""
 
-from dataclasses import replace
-
 from torch import Tensor
 from typing_extensions import override
 
@@ -18,25 +16,15 @@ class VisionModel(ForwardingModel[Model]):
     Of steps without images it computes what that does.
     """
 
-    def __init__(self, base: Model, encoder: Encoder, stand_in: int | None = None) -> None:
-        """`stand_in`: the token that layers look up in place of those of images; None: they do not.
-
-        As Gemma 4's, whose layers have embeddings of their own.
-        """
+    def __init__(self, base: Model, encoder: Encoder) -> None:
         super().__init__(base, base.spec)
         self.encoder = encoder
-        self._stand_in = stand_in
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
+        hidden = self._base.embed(step, weights)
         if step.image_rows is None or step.image_features is None:
-            return self._base.embed(step, weights)
-        asked = step
-        if self._stand_in is not None:
-            places = step.image_rows.to(step.token_ids.device)
-            tokens = step.token_ids.index_fill(0, places, self._stand_in)
-            asked = replace(step, token_ids=tokens)
-        hidden = self._base.embed(asked, weights)
+            return hidden
         rows = step.image_features.to(hidden.device, hidden.dtype)
         return hidden.index_copy(0, step.image_rows.to(hidden.device), rows)
 

@@ -24,6 +24,8 @@ _OF_GRIDS: Final = (
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "glm4v_moe",
+    "glm46v",
 )
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
 # Whose features take the place of embeddings, and nothing else: what stands for an image is
@@ -81,9 +83,7 @@ def with_vision(
         for param in block.params:
             if not there.intersection(param.sources):
                 return _without(model, f"the checkpoint has no tensor {param.sources[0]}")
-    text = config.get("text_config") or {}
-    stand_in = text.get("pad_token_id", 0) if text.get("hidden_size_per_layer_input") else None
-    seeing = VisionModel(model, encoder, stand_in)
+    seeing = VisionModel(model, encoder)
     seeing.spec = replace(
         model.spec,
         blocks=(*model.spec.blocks, *encoder.tower.blocks),
