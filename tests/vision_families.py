@@ -87,6 +87,9 @@ _IMAGES: dict[str, dict[str, Any]] = {
         "image_processor_type": "LlavaOnevisionImageProcessor", "size": _SQUARE,
         "image_grid_pinpoints": _POINTS,
     },
+    "deepseek_vl": {
+        "image_processor_type": "DeepseekVLImageProcessor", "size": _SQUARE, "min_size": 4,
+    },
     "idefics3": {
         "image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 48},
         "max_image_size": {"longest_edge": 24},
@@ -94,7 +97,11 @@ _IMAGES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _NAMES = {
     "gemma3": {"boi_token": BEGIN, "eoi_token": END, "image_token": IMAGE},
-    "gemma4": {"boi_token": BEGIN, "eoi_token": END, "image_token": IMAGE, "audio_token": 3, "boa_token": 1, "eoa_token": 2},
+    "gemma4": {
+        "boi_token": BEGIN, "eoi_token": END, "image_token": IMAGE, "audio_token": 3,
+        "boa_token": 1, "eoa_token": 2,
+    },
+    "deepseek_vl": {"image_token": IMAGE},
     "internvl": {
         "start_image_token": BEGIN, "end_image_token": END, "context_image_token": IMAGE,
         "video_token": 7,
@@ -121,6 +128,14 @@ FAMILIES: dict[str, Case] = {
     "llava_onevision": ("llava_onevision", {"model_type": "qwen2"}, _SIGLIP, _ONE, _ONE_PROCESSOR),
     "idefics3": ("idefics3", {"model_type": "llama"}, _TOWER, _IDEFICS_OWN, {"image_seq_len": 9}),
 }
+# Of a type that no list in HMT names.
+FAMILIES["deepseek_vl"] = (
+    "deepseek_vl",
+    {"model_type": "llama"},
+    _SIGLIP,
+    {"image_token_id": IMAGE, "tie_word_embeddings": False},
+    {"num_image_tokens": 36},
+)
 FAMILIES["gemma4"] = (
     "gemma4",
     _GEMMA4 | {"use_bidirectional_attention": "vision"},

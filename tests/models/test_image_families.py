@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from vision_families import (
     FAMILIES,
     MORE,
@@ -19,9 +22,12 @@ from vision_families import (
 from vision_models import BEGIN, IMAGE, picture
 
 import hmt
-from hmt.base.errors import RequestError
+from hmt.base.errors import CheckpointError, RequestError
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.request import Completion, Request, Sampling
+from hmt.engine.scheduling.prefill_budget import keep_blocks
+from hmt.kernels import ops
+from hmt.models.vision.observing import check_replaces
 
 IMAGES = [picture(37, 21), picture(18, 50, 1)]
 SMALL = [picture(14, 9), picture(7, 22, 1)]
@@ -169,3 +175,39 @@ def test_an_image_that_no_step_holds_is_refused(folder_of: Any) -> None:
         with pytest.raises(RequestError, match="--max-prefill-tokens 9"):
             model.infer(asked(prompt("gemma3")))
         assert model.infer(asked(words(30, 1), ())).token_ids
+
+
+def test_types_whose_features_do_more_are_refused() -> None:
+    for kind in ("paligemma", "qwen3_vl", "mllama"):
+        name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
+        with torch.device("meta"):
+            model = getattr(transformers, name)._from_config(CONFIG_MAPPING[kind]())
+        with pytest.raises(CheckpointError):
+            check_replaces(model, model.model.get_decoder(), IMAGE)
+
+
+def test_chunks_keep_blocks() -> None:
+    """They end in front of a block that they would cut, and the first prompt gets all of its."""
+    assert keep_blocks([(0, [(20, 40)])], [24], 24) == [16]
+    assert keep_blocks([(16, [(20, 40)])], [24], 24) == [24]
+    assert keep_blocks([(16, [(20, 40)])], [16], 24) == [4]
+    assert keep_blocks([(20, [(20, 40)])], [12], 24) == [20]
+    assert keep_blocks([(30, [(20, 40)])], [2], 24) == [10]
+    assert keep_blocks([(20, [(20, 40)]), (0, [])], [12, 12], 24) == [20, 0]
+    assert keep_blocks([(0, []), (20, [(20, 40)])], [12, 12], 24) == [12, 0]
+
+
+def test_rows_of_a_block_see_each_other() -> None:
+    torch.manual_seed(1)
+    query, key, value = torch.randn(5, 4, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    for window in (0, 3):
+        at, positions = torch.arange(4, 9)[:, None], torch.arange(9)
+        seen = positions > at - window if window else torch.ones(5, 9, dtype=torch.bool)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            query.transpose(0, 1).double(),
+            key.repeat_interleave(2, 1).transpose(0, 1).double(),
+            value.repeat_interleave(2, 1).transpose(0, 1).double(),
+            attn_mask=seen, scale=0.3,
+        )  # fmt: skip
+        found = ops.block_attention(query, key, value, start=4, scale=0.3, window=window)
+        torch.testing.assert_close(found.double(), wanted.transpose(0, 1), atol=1e-5, rtol=0)

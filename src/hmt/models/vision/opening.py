@@ -28,18 +28,9 @@ _OF_GRIDS: Final = (
     "glm46v",
 )
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
-# Whose features take the place of embeddings, and nothing else: what stands for an image is
-# written by transformers' processor of the type.
-_WRITTEN: Final = (
-    "gemma3",
-    "gemma4",
-    "idefics3",
-    "internvl",
-    "llava_next",
-    "llava_onevision",
-    "mistral3",
-    "smolvlm",
-)
+# Whose features take the place of embeddings, and nothing else, though their models need more to
+# be called.  Of all types but these three groups it is seen by calling them.
+_REPLACING: Final = ("gemma3", "gemma4", "idefics3")
 # Towers that make masks.
 _MASKED: Final = ("pixtral", "gemma4_vision", "idefics3_vision", "smolvlm_vision")
 _PROBED: Final = 1536  # pixels in each direction of what stands for the largest image
@@ -65,7 +56,7 @@ def with_vision(
     if not isinstance(config.get("vision_config"), Mapping):
         return model
     kind = config.get("model_type")
-    if kind not in _OF_GRIDS + _PLAIN + _WRITTEN:
+    if not _of_images(kind):
         return _without(model, f"HMT has no images for models of type {kind!r:.60}")
     if not names:
         return _without(model, "packs and GGUF files hold the part for text alone")
@@ -92,6 +83,13 @@ def with_vision(
     return seeing
 
 
+def _of_images(kind: Any) -> bool:
+    """Whether transformers has models of this type that make text of images."""
+    from transformers.models.auto import modeling_auto  # names only, yet it takes a second
+
+    return kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
 def _without(model: Model, why: str) -> Model:
     model.spec = replace(model.spec, remarks=(*model.spec.remarks, f"images are refused: {why}"))
     return model
@@ -100,17 +98,20 @@ def _without(model: Model, why: str) -> Model:
 def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Encoder:
     """Raises errors of many kinds where configurations are not what they should be."""
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
+    from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
     whole = module_tree.read(config)
     tree = module_tree.build(whole, config["architectures"][0], dtype, by_name=False, listed=False)
     text = tree.model.get_decoder()
     path = next(name for name, module in tree.model.named_modules() if module is text)
-    tower = Tower(tree.model, path, key_map.find(tree.model))
     token = int(next(getattr(whole, name) for name in _TOKENS if hasattr(whole, name)))
-    processor = _processor(folder)
     kind = config["model_type"]
-    if kind in _WRITTEN:
+    if kind not in _OF_GRIDS + _PLAIN + _REPLACING:
+        check_replaces(tree.model, text, token)
+    tower = Tower(tree.model, path, key_map.find(tree.model))
+    processor = _processor(folder)
+    if kind not in _OF_GRIDS + _PLAIN:
         processing = with_text(whole, folder, token, processor)
         sizes = _probed_sizes(whole, processing)
         return Encoder(tower, processing, sizes, together=_together(whole))

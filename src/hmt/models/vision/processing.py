@@ -134,10 +134,10 @@ def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
     )
     if name == "PixtralProcessor":  # its module needs torchvision, if only to be imported
         side = config.vision_config.patch_size * config.spatial_merge_size
-        behind = [tokenizer.convert_tokens_to_ids(text) for text in ("[IMG_BREAK]", "[IMG_END]")]
-        if None in behind or tokenizer.unk_token_id in behind:
+        between, last = tokenizer.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])
+        if {between, last} & {None, tokenizer.unk_token_id}:
             raise LookupError("its tokenizer has no [IMG_BREAK] and [IMG_END]")
-        return WithRows(images, token, side, (behind[0], behind[1]))
+        return WithRows(images, token, side, (between, last))
     kind = getattr(transformers, name)
     return WithText(_processor(kind, folder, images, tokenizer), token)
 

@@ -35,7 +35,9 @@ class Tower:
         Raises LookupError for a part that cannot be cut into blocks.
         """
         self._model = model
-        self.takes = tuple(inspect.signature(model.get_image_features).parameters)
+        whole = model if hasattr(model, "get_image_features") else model.base_model
+        self._features = whole.get_image_features
+        self.takes = tuple(inspect.signature(self._features).parameters)
         self._own: list[tuple[nn.Module, BlockId, dict[str, Value]]] = []
         self.own_bytes = 0
         blocks = []
@@ -70,7 +72,7 @@ class Tower:
         dtype = self._model.dtype
         given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
         with self._with_own(weights), in_context(CallContext(weights)):
-            out = self._model.get_image_features(**given, return_dict=True)
+            out = self._features(**given, return_dict=True)
         rows = _rows(out.pooler_output)
         if len(rows) != tokens:
             raise RequestError(
@@ -88,7 +90,9 @@ class Tower:
                 with weights.lease(block) as params:
                     copies = {name: value.of(params).clone() for name, value in values.items()}
                 for name, copy in copies.items():
-                    held = module._parameters if name in module._parameters else module._buffers
+                    held: dict[str, Any] = module._buffers
+                    if name in module._parameters:
+                        held = module._parameters
                     after.callback(held.__setitem__, name, held[name])
                     held[name] = copy
             yield
