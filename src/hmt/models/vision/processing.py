@@ -134,7 +134,8 @@ def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
     )
     if name == "PixtralProcessor":  # its module needs torchvision, if only to be imported
         side = config.vision_config.patch_size * config.spatial_merge_size
-        between, last = tokenizer.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])
+        known: Any = tokenizer  # by its hints it returns other types
+        between, last = known.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])
         if {between, last} & {None, tokenizer.unk_token_id}:
             raise LookupError("its tokenizer has no [IMG_BREAK] and [IMG_END]")
         return WithRows(images, token, side, (between, last))
