@@ -31,7 +31,7 @@ from hmt.models.vision.observing import check_replaces
 
 IMAGES = [picture(37, 21), picture(18, 50, 1)]
 # Of MORE, what has a path of its own: embeddings of layers.  The others repeat those of FAMILIES.
-FURTHER = ("gemma4-layers",)
+FURTHER = after_first(sorted(MORE, key=lambda name: name != "gemma4-layers"))
 SMALL = [picture(14, 9), picture(7, 22, 1)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 1024, "max_batch": 2}
 
