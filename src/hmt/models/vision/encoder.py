@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from hmt.contracts.step import ImageTokens
 from hmt.contracts.store import Weights
 from hmt.models.vision.decoding import DECODING_BYTES
 from hmt.models.vision.processing import Processing
-from hmt.models.vision.tower import Tower
+
+if TYPE_CHECKING:  # transformers' code takes longer to import than all else, and text needs none
+    from hmt.models.vision.tower import Tower
 
 _KEPT: Final = 8  # of the largest images, of all requests, that memory is planned for
 _MOST_PATCHES: Final = 1 << 16  # of one image: where attention alone takes minutes
@@ -75,7 +77,7 @@ class Encoder:
 
     def __init__(
         self,
-        tower: Tower,
+        tower: "Tower",
         processing: Processing,
         sizes: TowerSizes,
         *,
