@@ -17,7 +17,9 @@ from hmt.contracts.blocks import BlockKind
 from hmt.engine import LoadedModel
 from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.speculation.draft import Draft, Worth
+from hmt.engine.speculation.draft_model import Prediction
 from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
+from hmt.kernels import ops
 from hmt.kernels.cpu import extension
 
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "max_prefill_tokens": 64, "context": 1024}
@@ -242,8 +244,8 @@ class _Chooses:
     def keep(self, number: int, tokens: int) -> None:
         """It has none."""
 
-    def feed(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._logits, torch.empty(0)
+    def feed(self, *_: object) -> Prediction:
+        return Prediction(self._logits, ops.logit_stats(self._logits), torch.empty(0))
 
 
 def test_alternatives_are_tokens_of_the_model_that_verifies_too() -> None:

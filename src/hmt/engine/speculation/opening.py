@@ -8,8 +8,9 @@ from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import MOST_DRAFTS
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.draft import has_head_on_device
 from hmt.engine.loading.draft_journal import may_verify
-from hmt.engine.loading.memory import Memory
+from hmt.engine.loading.memory import LoadedDraft, Memory
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.scheduling.sequence import SequenceState
@@ -41,26 +42,50 @@ def open_speculator(
     """
     if not _can_verify(prepared, config):
         return Speculator(None, scope)
-    proposer: Proposer = PromptLookup()
-    if (draft := memory.draft) is not None:
-        runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
-        chunk = draft.prepared.plan.max_prefill_tokens
-        model = DraftModel(runner, draft.memory.kv.allocator, chunk)
-        if isinstance(draft.prepared.model, Drafter):
-            draft.prepared.model.borrow(memory.weights)
-        own: Proposer = DraftModelProposer(model, prepared.model.spec.vocab_size)
-        if draft.inputs is not None:
-            own = NextTokenProposer(model, prepared.model.spec.vocab_size, draft.inputs)
-        proposer = FirstOf(proposer, own)
     has_state = bool(prepared.model.spec.state_bytes)
     # A fork costs no more than the copy of a page there: elsewhere rings and states are copied as
     # well, pages move to make room, and captured steps have one segment of each request.
     allocator = memory.kv.allocator
     branches = allocator.keeps_all_positions and not allocator.pool.pages_move
     branches = branches and memory.on_device is None
+    proposer: Proposer = PromptLookup()
+    notes: tuple[str, ...] = ()
+    if (draft := memory.draft) is not None:
+        runner = _open_runner(draft, prepared, memory, tracer)
+        notes = tuple(filter(None, [draft.remark, *(f"draft model: {n}" for n in runner.notes)]))
+        if not verifies(1):
+            notes += ("nothing is drafted: a GPU verifies draft tokens in captured steps only",)
+        chunk, allocator = draft.prepared.plan.max_prefill_tokens, draft.memory.kv.allocator
+        captured = draft.memory.on_device is not None
+        model = DraftModel(runner, allocator, chunk, captured=captured)
+        vocab = prepared.model.spec.vocab_size
+        own: Proposer = DraftModelProposer(model, vocab, branches=branches)
+        if draft.inputs is not None:
+            own = NextTokenProposer(model, vocab, draft.inputs, branches=branches)
+        proposer = FirstOf(proposer, own)
     most = prepared.demand.draft_tokens if has_state else MOST_DRAFTS
     first_cost = max(FIRST_COST, _cost_of_experts(prepared))
-    return Speculator(proposer, scope, most, verifies, branches=branches, first_cost=first_cost)
+    speculator = Speculator(
+        proposer, scope, most, verifies, branches=branches, first_cost=first_cost
+    )
+    speculator.notes = notes
+    return speculator
+
+
+def _open_runner(
+    draft: LoadedDraft, prepared: Prepared, memory: Memory, tracer: Tracer
+) -> ModelRunner:
+    """Of a draft model, which uses what it borrows where the verifying model has it."""
+    model, there = draft.prepared.model, memory.on_device
+    if isinstance(model, Drafter):
+        if there is not None and has_head_on_device(prepared.plan):
+            own = draft.memory.on_device
+            model.borrow(there.weights, there.device.where)
+            if own is not None and BlockKind.EMBEDDING in model.borrows:
+                own.weights.find_tokens_of(there.weights)
+        else:
+            model.borrow(memory.weights)
+    return ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
 
 
 def _cost_of_experts(prepared: Prepared) -> float:
