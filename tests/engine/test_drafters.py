@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from draft_oracle import OpenGate
-from eagle3_reference import Drafter, random_drafter, write
+from eagle3_reference import Drafter, agreeing_drafter, random_drafter, write
 from reference import MINI_DENSE, MINI_MOE, transformers_model
 
 import hmt
@@ -77,23 +77,6 @@ def requests() -> list[hmt.Request]:
     ]
 
 
-def agreeing() -> Drafter:
-    """A drafter that says the last token again: right where a text repeats one token.
-
-    It takes the verifier's last hidden state as it is and adds nothing to it, so that its output
-    layer, the verifier's, gives the verifier's logits for the token that is known by now.
-    """
-    made = random_drafter(
-        width=WIDTH, vocab=VOCAB, own_table=False, original=False, states=2,
-        said={"eagle_aux_hidden_state_layer_ids": [8, 0]},
-    )  # fmt: skip
-    for name in ("layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight"):
-        made.tensors[name].zero_()
-    made.tensors["fc.weight"] = torch.cat((torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH)), dim=1)
-    made.tensors["norm.weight"] = transformers_model("mini-dense").model.norm.weight.data.clone()
-    return made
-
-
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Drafter, Path]]:
     """By name, and where they lie."""
@@ -104,7 +87,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Drafte
             width=WIDTH, vocab=VOCAB, original=False, family="qwen3", draft_vocab=200,
             own_table=False, said={"norm_before_residual": True}, seed=2,
         ),
-        "agreeing": agreeing(),
+        "agreeing": agreeing_drafter(transformers_model("mini-dense").model.norm.weight, VOCAB),
     }  # fmt: skip
     architecture = "LlamaForCausalLM"
     return {name: (one, write(one, folder / name, architecture)) for name, one in made.items()}

@@ -69,14 +69,15 @@ def prepare_both(
     if device is not None and device_bytes:
         share = device_bytes // _SHARE
         there = _placed(opened, own, host_bytes, device, share)
-        try:
-            if isinstance(there, PreparedDraft) and _lends(whole := verifying(there), there):
-                return whole, there
-            why = "the output layer that it uses is not on the GPU"
-        except BudgetError:
-            why = "the model that verifies would not fit beside it"
-        if not isinstance(there, PreparedDraft):
+        if there is None:
             why = f"1/{_SHARE} of the GPU budget, {format_bytes(share)}, does not hold all of it"
+        else:
+            try:
+                whole = verifying(there)
+                if not (why := _obstacle(whole, there)):
+                    return whole, there
+            except BudgetError:
+                why = "the model that verifies would not fit beside it"
         remark = f"the draft model computes on the CPU: {why}"
     try:
         prepared = prepare_model(opened.source, opened.model, own, host_bytes // _SHARE)
@@ -111,11 +112,16 @@ def _placed(
     return PreparedDraft(prepared, config, inputs) if is_whole else None
 
 
-def _lends(prepared: Prepared, draft: PreparedDraft) -> bool:
-    """Whether the device has what a draft model there borrows of the one that verifies."""
+def _obstacle(prepared: Prepared, draft: PreparedDraft) -> str:
+    """Why a draft model on the device is of no use to the one that verifies, for people; or ""."""
     model = draft.prepared.model
     borrows = isinstance(model, Drafter) and BlockKind.HEAD in model.borrows
-    return not borrows or has_head_on_device(prepared.plan)
+    if borrows and not has_head_on_device(prepared.plan):
+        return "the output layer that it uses is not on the GPU"
+    # Draft tokens are verified in captured steps.
+    if not prepared.plan.device.stages >= set(range(prepared.model.spec.layers)):
+        return "beside it, attention of some layers would not be on the GPU"
+    return ""
 
 
 def has_head_on_device(plan: Plan) -> bool:
