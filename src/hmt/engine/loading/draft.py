@@ -79,6 +79,8 @@ def prepare_both(
             except BudgetError:
                 why = "the model that verifies would not fit beside it"
         remark = f"the draft model computes on the CPU: {why}"
+        if not isinstance(opened.model, Drafter):  # which shares its dtype with the other model
+            opened = _open(path, config, on_gpu=False) or opened
     try:
         prepared = prepare_model(opened.source, opened.model, own, host_bytes // _SHARE)
     except BudgetError as error:
