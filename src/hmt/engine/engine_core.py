@@ -331,7 +331,8 @@ class EngineCore:
         begin, tokens = time.perf_counter(), output.num_tokens
         output = replace(output, kv_operations=self.scheduler.kv.take())
         try:
-            return self.runner.run(output).clone()
+            # As in requests' steps, so that these are captured once.
+            return self.runner.run(*self.speculator.with_viewer(output, None)).clone()
         finally:
             self.steps += 1
             cost = self.runner.meter.lap(time.perf_counter() - begin)

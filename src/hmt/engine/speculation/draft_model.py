@@ -9,6 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.base.errors import HMTError
+from hmt.base.log import logger
 from hmt.base.units import round_up
 from hmt.contracts.model import MOST_DRAFTS, PAGE_TOKENS
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
@@ -18,6 +19,8 @@ from hmt.kernels import ops
 from hmt.kernels.ops import LogitStats
 from hmt.kvcache import KVAllocator
 
+_FIRST_ID = 16  # lower ones often are marks
+_CAUGHT_UP = 1, 2, 3  # tokens that come behind those of a sequence, mostly
 _AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by
 
 
@@ -63,8 +66,6 @@ class DraftModel:
     """Runs a small model for requests of the large one.  For the engine's thread.
 
     Its KV cache may be too small for a request: then nothing is drafted for that one.
-
-    has_captured   whether a step was captured, and took longer for it, since it was set to False
     """
 
     def __init__(
@@ -76,7 +77,6 @@ class DraftModel:
         """
         self._runner, self._kv, self._chunk = runner, kv, chunk
         self._captured = captured
-        self.has_captured = False
         self._sequences: dict[int, _Sequence] = {}
 
     def tokens(self, number: int) -> list[int]:
@@ -122,10 +122,28 @@ class DraftModel:
             except HMTError:
                 self._runner.abandon()
                 raise
-            self.has_captured |= self._runner.has_captured
             held.tokens += part
         stats = self._runner.logit_stats
         return Prediction(logits[-1], stats[-1] if stats else ops.logit_stats(logits[-1]), last.row)
+
+    def warm_up(self, prompts: Sequence[int], widths: Sequence[int]) -> None:
+        """Let a GPU compile and capture before the first request: see `execution/warmup.py`.
+
+        prompts   tokens of each
+        widths    of the hidden states that come in, those of the model that verifies first; (): it
+                  computes from tokens alone
+        """
+        try:
+            for tokens in prompts:
+                for count in (tokens, *_CAUGHT_UP):
+                    given = torch.zeros(count, widths[0]) if widths else None
+                    self.feed(0, [_FIRST_ID + n % 3 for n in range(count)], given)
+                if widths and widths[-1] != widths[0]:
+                    self.feed(0, [_FIRST_ID], torch.zeros(1, widths[-1]))
+                self.close(0)
+        except (HMTError, RuntimeError) as error:
+            logger.warning("what a draft model computes first could not be prepared: %s", error)
+            self.close(0)
 
     def close(self, number: int) -> None:
         """A request has ended."""

@@ -8,6 +8,7 @@ from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import MOST_DRAFTS
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
+from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm
 from hmt.engine.loading.draft import has_head_on_device
 from hmt.engine.loading.draft_journal import may_verify
 from hmt.engine.loading.memory import LoadedDraft, Memory
@@ -56,8 +57,11 @@ def open_speculator(
         if not verifies(1):
             notes += ("nothing is drafted: a GPU verifies draft tokens in captured steps only",)
         chunk, allocator = draft.prepared.plan.max_prefill_tokens, draft.memory.kv.allocator
-        captured = draft.memory.on_device is not None
-        model = DraftModel(runner, allocator, chunk, captured=captured)
+        there = draft.memory.on_device
+        model = DraftModel(runner, allocator, chunk, captured=there is not None)
+        if there is not None and verifies(1) and is_slow_at_first(there.device.where):
+            sizes = prompts_to_warm(draft.prepared.plan, allocator.capacity_tokens)
+            model.warm_up(sizes, _widths(draft, prepared))
         vocab = prepared.model.spec.vocab_size
         own: Proposer = DraftModelProposer(model, vocab, branches=branches)
         if draft.inputs is not None:
@@ -70,6 +74,14 @@ def open_speculator(
     )
     speculator.notes = notes
     return speculator
+
+
+def _widths(draft: LoadedDraft, prepared: Prepared) -> tuple[int, ...]:
+    """Of hidden states that come in beside a draft model's tokens: the verifier's, and its own."""
+    if draft.inputs is None:
+        return ()
+    count = max(1, len(draft.inputs.layers))
+    return count * prepared.model.spec.hidden_size, draft.prepared.model.spec.hidden_size
 
 
 def _open_runner(
