@@ -8,20 +8,16 @@ from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import MOST_DRAFTS
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm
-from hmt.engine.loading.draft import has_head_on_device
 from hmt.engine.loading.draft_journal import may_verify
-from hmt.engine.loading.memory import LoadedDraft, Memory
+from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared
-from hmt.engine.model_runner import ModelRunner
 from hmt.engine.scheduling.sequence import SequenceState
 from hmt.engine.speculation.draft import Proposer
-from hmt.engine.speculation.draft_model import DraftModel
+from hmt.engine.speculation.draft_opening import open_draft_model
 from hmt.engine.speculation.gate import FIRST_COST
-from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf, NextTokenProposer
+from hmt.engine.speculation.model_proposers import FirstOf
 from hmt.engine.speculation.prompt_lookup import PromptLookup
 from hmt.engine.speculation.speculator import Speculator
-from hmt.models.drafter import Drafter
 
 # Of a token's experts, those that the token before it did not have: 71% to 79% in the traces of
 # mini-moe (benchmarks/traces).
@@ -51,21 +47,10 @@ def open_speculator(
     branches = branches and memory.on_device is None
     proposer: Proposer = PromptLookup()
     notes: tuple[str, ...] = ()
-    if (draft := memory.draft) is not None:
-        runner = _open_runner(draft, prepared, memory, tracer)
-        notes = tuple(filter(None, [draft.remark, *(f"draft model: {n}" for n in runner.notes)]))
-        if not verifies(1):
+    if memory.draft is not None:
+        own, notes = open_draft_model(memory.draft, prepared, memory, tracer, branches=branches)
+        if memory.on_device is not None and not verifies(1):
             notes += ("nothing is drafted: a GPU verifies draft tokens in captured steps only",)
-        chunk, allocator = draft.prepared.plan.max_prefill_tokens, draft.memory.kv.allocator
-        there = draft.memory.on_device
-        model = DraftModel(runner, allocator, chunk, captured=there is not None)
-        if there is not None and verifies(1) and is_slow_at_first(there.device.where):
-            sizes = prompts_to_warm(draft.prepared.plan, allocator.capacity_tokens)
-            model.warm_up(sizes, _widths(draft, prepared))
-        vocab = prepared.model.spec.vocab_size
-        own: Proposer = DraftModelProposer(model, vocab, branches=branches)
-        if draft.inputs is not None:
-            own = NextTokenProposer(model, vocab, draft.inputs, branches=branches)
         proposer = FirstOf(proposer, own)
     most = prepared.demand.draft_tokens if has_state else MOST_DRAFTS
     first_cost = max(FIRST_COST, _cost_of_experts(prepared))
@@ -74,30 +59,6 @@ def open_speculator(
     )
     speculator.notes = notes
     return speculator
-
-
-def _widths(draft: LoadedDraft, prepared: Prepared) -> tuple[int, ...]:
-    """Of hidden states that come in beside a draft model's tokens: the verifier's, and its own."""
-    if draft.inputs is None:
-        return ()
-    count = max(1, len(draft.inputs.layers))
-    return count * prepared.model.spec.hidden_size, draft.prepared.model.spec.hidden_size
-
-
-def _open_runner(
-    draft: LoadedDraft, prepared: Prepared, memory: Memory, tracer: Tracer
-) -> ModelRunner:
-    """Of a draft model, which uses what it borrows where the verifying model has it."""
-    model, there = draft.prepared.model, memory.on_device
-    if isinstance(model, Drafter):
-        if there is not None and has_head_on_device(prepared.plan):
-            own = draft.memory.on_device
-            model.borrow(there.weights, there.device.where)
-            if own is not None and BlockKind.EMBEDDING in model.borrows:
-                own.weights.find_tokens_of(there.weights)
-        else:
-            model.borrow(memory.weights)
-    return ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
 
 
 def _cost_of_experts(prepared: Prepared) -> float:
