@@ -258,7 +258,8 @@ def test_a_draft_model_where_networks_are_in_host_memory(
         assert (graphs is None) == bool(notes) == (mebibytes == 12)
 
 
-def test_hidden_states_where_the_cpu_computes_the_output_layer(speculate: dict[str, str]) -> None:
+def test_what_the_cpu_has_a_part_in() -> None:
+    """It computes the output layer, and looks up the draft model's tokens."""
     options = OPTIONS | {"gpu_memory": "128MiB", "gpu_id": "fake", "speculate": "mtp"}
     with hmt.Engine(**options) as engine:
         model = engine.load_model(MINI_MOE)
@@ -267,4 +268,8 @@ def test_hidden_states_where_the_cpu_computes_the_output_layer(speculate: dict[s
         core.runner.executor.graphs = GraphRunner(
             model.prepared.model, there.weights, core.memory.kv, there.device, head=False
         )
+        drafts = core.speculator._proposer._all[1]._model._runner.executor.graphs
+        drafts._looks_up = False
         drafted(model)
+        kept = [one for one in drafts.graphs[False].values() if one.recorded]
+        assert kept and all(one.hidden is not None for one in kept)

@@ -57,6 +57,8 @@ def prepare_both(
     output layer is there if it uses that.  Raises ConfigError where there is none or it does not
     suit, else as `prepare`.
     """
+    if device is not None and device_bytes and config.speculate.startswith(("mtp", "draft")):
+        _check_verifies(path, config)
     opened, own = _open(path, config, on_gpu=is_gpu(device)), _options(config)
 
     def verifying(draft: PreparedDraft | None) -> Prepared:
@@ -112,6 +114,17 @@ def _placed(
     homes = {home for block, home in plan.homes.items() if block.kind not in _OUTSIDE}
     is_whole = plan.device.stages >= set(range(model.spec.layers + 1)) and homes == {Tier.DEVICE}
     return PreparedDraft(prepared, config, inputs) if is_whole else None
+
+
+def _check_verifies(path: Path, config: EngineConfig) -> None:
+    """Raise ConfigError where steps on a GPU cannot verify draft tokens: see `may_verify`."""
+    spec = open_parts(path, config, on_gpu=False)[1].spec
+    what = "recurrent state" if spec.state_bytes else "n-grams" if spec.token_window else ""
+    if what:
+        raise ConfigError(
+            f"speculate={config.speculate}, but layers of {spec.architecture} have {what}, and "
+            "steps of these verify no draft tokens on a GPU: leave it out, or run without a GPU"
+        )
 
 
 def _obstacle(prepared: Prepared, draft: PreparedDraft) -> str:

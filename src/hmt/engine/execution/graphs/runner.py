@@ -357,10 +357,10 @@ class GraphRunner:
 
     def _open(self, key: GraphKey, step: Step) -> CapturedGraph:
         where, hidden, inputs = self._device.where, None, None
+        begin = None if self._looks_up else self._model.embed(step, self._weights)
         with torch.inference_mode(False):
-            if not self._looks_up:
-                made = self._model.embed(step, self._weights)
-                hidden = torch.empty(made.shape, dtype=made.dtype, device=where)
+            if begin is not None:
+                hidden = torch.empty(begin.shape, dtype=begin.dtype, device=where)
             if key.inputs:
                 inputs = torch.empty(key.tokens, key.inputs, device=where)
             ids, positions = (
