@@ -76,7 +76,10 @@ def prepare_both(
         else:
             try:
                 whole = verifying(there)
-                if not (why := _obstacle(whole, there)):
+                why = _obstacle(whole, there)
+                if not why and not _is_all_there(whole) and _is_all_there(verifying(None)):
+                    why = "the model that verifies is all on the GPU without it only"
+                if not why:
                     return whole, there
             except BudgetError:
                 why = "the model that verifies would not fit beside it"
@@ -110,10 +113,15 @@ def _placed(
         prepared = prepare_model(source, model, config, host_bytes // _SHARE, device, share)
     except BudgetError:
         return None
+    return PreparedDraft(prepared, config, inputs) if _is_all_there(prepared) else None
+
+
+def _is_all_there(prepared: Prepared) -> bool:
+    """Whether a device has all that it can compute a model with."""
     plan = prepared.plan
     homes = {home for block, home in plan.homes.items() if block.kind not in _OUTSIDE}
-    is_whole = plan.device.stages >= set(range(model.spec.layers + 1)) and homes == {Tier.DEVICE}
-    return PreparedDraft(prepared, config, inputs) if is_whole else None
+    stages = set(range(prepared.model.spec.layers + 1))
+    return homes == {Tier.DEVICE} and plan.device.stages >= stages
 
 
 def _check_verifies(path: Path, config: EngineConfig) -> None:
