@@ -276,6 +276,7 @@ class Step:
     def build(
         parts: Iterable[SegmentRequest | tuple[int, int, list[int], int]],
         logit_rows: Sequence[int] | None = None,
+        inputs: torch.Tensor | None = None,
     ) -> "Step":
         """A step from parts, in their order; `logit_rows` in place of what they tell of these."""
         runs: list[Segment] = []
@@ -302,7 +303,7 @@ class Step:
             torch.tensor(numbers, dtype=torch.int64)
             for numbers in (ids, positions, rows, scored, pooled)
         )
-        return Step(token_ids, places, tuple(runs), of_logits, of_scores, of_pools, axes=axes)
+        return Step(token_ids, places, tuple(runs), of_logits, of_scores, of_pools, inputs, axes)
 
 
 def _axes(parts: Sequence[SegmentRequest]) -> torch.Tensor:

@@ -63,7 +63,7 @@ class LoadedModel:
                 prepared.source.path.name, prepared.demand, prepared.plan, prepared.machine
             )
             if draft is not None:
-                allocate_draft(self._loop, draft, ledger, self.tracer, memory)
+                allocate_draft(self._loop, draft, ledger, self.tracer, memory, devices)
             self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
             capacity_tokens = self._core.load.capacity_tokens
             self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens, memory.images)
@@ -230,7 +230,8 @@ class LoadedModel:
             replace(core.accounts.generation),
             machine=self.prepared.machine,
             published_bytes=self.prepared.published_bytes,
-            budget_bytes=self.plan.budgets[Tier.HOST],
+            budget_bytes=self.plan.budgets[Tier.HOST]
+            + (0 if core.memory.draft is None else core.memory.draft.host_bytes),
             used_bytes=core.memory.used_bytes(),
             resident_bytes=homes[Tier.HOST],
             streamed_bytes=homes[Tier.DISK],

@@ -353,8 +353,11 @@ class EngineCore:
         """The logits of a step that is no request's, which stay valid."""
         begin, tokens = time.perf_counter(), output.num_tokens
         output = replace(output, kv_operations=self.scheduler.kv.take())
+        viewer = None
+        if not is_prompt:  # as in requests' steps, so that these are captured once
+            output, viewer = self.speculator.with_viewer(output, None)
         try:
-            return self.runner.run(output).clone()
+            return self.runner.run(output, viewer).clone()
         finally:
             self.steps += 1
             cost = self.runner.meter.lap(time.perf_counter() - begin)
