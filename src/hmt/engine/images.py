@@ -1,6 +1,7 @@
 """Images of requests: prepared on callers' threads, encoded where a step first needs one."""
 
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,6 +42,7 @@ class ImageStore:
         self._uses: Counter[str] = Counter()
         self._features: dict[str, ImageFeatures] = {}
         self._decoding: Counter[int] = Counter()  # images that are decoded now, by bytes
+        self._used_at: float | None = None  # None: not since the last `rest`
         self._closed = False
 
     def hold(self, images: Sequence[ImageInput]) -> tuple[list[PreparedImage], ImageHold]:
@@ -111,6 +113,25 @@ class ImageStore:
             layer_features=tuple(torch.cat(parts) for parts in zip(*layers, strict=True)),
         )
 
+    def idle_s(self) -> float | None:
+        """Seconds since the last image went; 0 while there are any, None since a `rest`."""
+        with self._lock:
+            if self._images or self._decoding.total():
+                return 0.0
+            return None if self._used_at is None else time.monotonic() - self._used_at
+
+    def rest(self, after_s: float) -> bool:
+        """End the process that decodes if no image was there for so long; whether that is so.
+
+        False until the next image once it was True.
+        """
+        with self._lock:
+            idle_s = self.idle_s()
+            if not idle_s or idle_s < after_s or not self._decoder.rest():
+                return False
+            self._used_at = None
+            return True
+
     def close(self) -> None:
         """Let all go."""
         with self._lock:
@@ -165,6 +186,7 @@ class ImageStore:
         """
         if self._closed and what:
             raise BudgetError("the model was closed while an image was prepared")
+        self._used_at = time.monotonic()
         images = list(self._images.values())
         held = sum(image.nbytes + image.feature_bytes for image in images)
         held += max((image.work_bytes for image in images), default=0)

@@ -16,7 +16,7 @@ from hmt.engine.loading.disk import transfer_queue
 from hmt.engine.loading.source import opened, sensitive_of, target
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import HostPool, Ledger
-from hmt.models import open_model
+from hmt.models import open_model, with_vision
 from hmt.quant import Scheme
 from hmt.weights import bind, named, published_bytes
 from hmt.weights.pack import (
@@ -98,6 +98,7 @@ def verify(
 def _subject(path: Path, scheme: Scheme) -> Subject:
     checkpoint = opened(path)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
+    model = with_vision(model, checkpoint.config, checkpoint.path, checkpoint.records)
     bound = bind(model.spec, checkpoint)
     if named(model.spec, checkpoint).headless:
         raise CheckpointError(

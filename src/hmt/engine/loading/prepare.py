@@ -113,7 +113,7 @@ def prepare(
             f"depth={config.depth}, but {path} is no mixture of recursions: all of its layers are "
             "applied to each token; leave it out"
         )
-    model = with_vision(model, source.config, source.path, source.checkpoint.records)
+    model = with_vision(model, source.config, source.path, source.tensors)
     return prepare_model(source, model, config, host_bytes, device, device_bytes)
 
 

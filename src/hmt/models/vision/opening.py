@@ -42,7 +42,7 @@ def with_vision(
     As it is where there is none, or where HMT cannot run it; then its remarks say why, and requests
     with images are refused.
 
-    names   of the checkpoint's tensors; none where it is no folder of safetensors
+    names   of the checkpoint's tensors; of a pack, those of its tower
     """
     if not isinstance(config.get("vision_config"), Mapping):
         return model
@@ -50,7 +50,11 @@ def with_vision(
     if kind not in _OF_GRIDS + _PLAIN:
         return _without(model, f"HMT has no images for models of type {kind!r:.60}")
     if not names:
-        return _without(model, "packs and GGUF files hold the part for text alone")
+        return _without(
+            model,
+            "the pack was made without the encoder of images; convert the checkpoint again "
+            "(`hmt convert`)",
+        )
     if not any((folder / name).is_file() for name in _PROCESSORS):
         return _without(model, f"there is no preprocessor_config.json in {folder}")
     try:
