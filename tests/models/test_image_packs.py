@@ -63,15 +63,14 @@ def test_a_pack_answers_as_its_folder(name: str, tmp_path: Path) -> None:
 
 
 def test_a_pack_without_its_tower_reads_text_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As packs that were made before they had one."""
     folder, pack = tmp_path / "folder", tmp_path / "pack"
     folder.mkdir()
     publish(vision_model("llava"), folder)
-    with monkeypatch.context() as patch:
-        patch.setattr(packs, "with_vision", lambda model, *_: model)
-        packed(folder, pack, None)
+    (folder / "preprocessor_config.json").rename(tmp_path / "kept")
+    packed(folder, pack, None)
+    assert "no encoder of images" in caplog.text and "preprocessor_config" in caplog.text
     assert answer(pack, ()) == answer(folder, ())
     with pytest.raises(RequestError, match=r"pack was made without .*hmt convert"):
         answer(pack)

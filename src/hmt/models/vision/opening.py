@@ -25,6 +25,7 @@ _OF_GRIDS: Final = (
     "qwen3_5_moe",
 )
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
+IMAGES_REFUSED: Final = "images are refused"  # how the remark begins that says why
 _TOKENS: Final = ("image_token_id", "image_token_index")
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 _MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
@@ -79,7 +80,7 @@ def with_vision(
 
 
 def _without(model: Model, why: str) -> Model:
-    model.spec = replace(model.spec, remarks=(*model.spec.remarks, f"images are refused: {why}"))
+    model.spec = replace(model.spec, remarks=(*model.spec.remarks, f"{IMAGES_REFUSED}: {why}"))
     return model
 
 
