@@ -17,7 +17,6 @@ from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.beam_search import BeamSearch
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm, warm_up
-from hmt.engine.idle_unload import open_idle_unload
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prefix_cache import save_some, scope_of
 from hmt.engine.loading.prepare import Prepared
@@ -80,7 +79,6 @@ class EngineCore:
         self._prompt_ends: WeakKeyDictionary[PromptEnd, tuple[torch.Tensor, LogitStats | None]]
         self._prompt_ends = WeakKeyDictionary()
         self._tracer = tracer
-        self._idle = open_idle_unload(prepared, config, memory)
         self.load = self.scheduler.load
         self.steps = 0
         self.accounts = StepAccounts()
@@ -112,8 +110,8 @@ class EngineCore:
         When none waits, some pages that ended sequences leave to others are saved.
         """
         try:
-            if self._idle is not None:
-                self._idle.unload()
+            if self.memory.images is not None:
+                self.memory.images.unload_idle()
             return self._advance()
         except Exception as error:  # or their owners would wait for a thread that has ended
             self.runner.abandon()
@@ -122,7 +120,7 @@ class EngineCore:
 
     def wait_s(self) -> float | None:
         """Seconds after which `advance` may have something to do without requests."""
-        return None if self._idle is None else self._idle.wait_s()
+        return None if self.memory.images is None else self.memory.images.wait_s()
 
     def _advance(self) -> bool:
         self._forms.settle(self._settled)
