@@ -294,11 +294,12 @@ class DrawnBatches:
 
 
 def train(seeing: Seeing, drawn: DrawnBatches, text: Batches, sizes: Sizes, seconds: float) -> None:
-    """Train all parameters, in place: three batches of images, then one of text."""
+    """Train all parameters, in place: five batches of images, then one of text."""
     model, rng, used = seeing.model, random.Random(0), 0
+    losses: dict[str, Tensor] = {}
     optimizer = MasterAdamW(model.parameters(), weight_decay=0.05)
     for step, part, prints in timed_steps(seconds, every=10):
-        if step % 4 == 3:
+        if step % 6 == 5:
             length = sizes.text.length(part, 0)
             ids, weights = (each.to(model.device) for each in text.take(length, length))
             output = model.model.language_model(input_ids=ids, use_cache=False)
@@ -309,11 +310,13 @@ def train(seeing: Seeing, drawn: DrawnBatches, text: Batches, sizes: Sizes, seco
             states = seeing.states(pixels, ids)
             used += len(ids)
         loss = weighted_loss(states, ids, weights, model.lm_head)
+        losses["text" if step % 6 == 5 else "images"] = loss.detach()
         loss.backward()
         optimizer.step(_RATE * learning_rate(step, part))
         if prints:
+            last = "  ".join(f"{what} {loss.item():.3f}" for what, loss in losses.items())
             print(
-                f"{part:4.0%}  step {step}  loss {loss.item():.3f}  {used:,} images used, "
+                f"{part:4.0%}  step {step}  loss of {last}  {used:,} images used, "
                 f"{drawn.drawn:,} drawn",
                 flush=True,
             )
