@@ -16,6 +16,8 @@ from hypothesis import settings
 
 from hmt_bench.real_models import models_folder
 
+pytest_plugins = ["default_part"]
+
 # Nothing is timed: on a busy machine any example may take a second.
 settings.register_profile("hmt", deadline=None)
 settings.load_profile("hmt")

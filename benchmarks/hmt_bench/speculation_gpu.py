@@ -26,6 +26,7 @@ from hmt.contracts.request import Request, Sampling
 from hmt.engine import Engine, LoadedModel
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
 from hmt.engine.speculation.draft_model import DraftModel
+from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf
 from hmt.profiling.random_model import Shape
 from hmt_bench.aliased_pack import write_tiled_pack
 from hmt_bench.gpu import SHAPES
@@ -118,16 +119,14 @@ def run(
     shape = SHAPES[task.shape]
     pack = _pack(folder, task.shape, shape, task.quantization, progress)
     with ExitStack() as stack:
-        layer = None
+        options = {"gpu_memory": task.memory, "host_memory": task.host_memory}
         if task.accepted:
             one = _layer_of(shape)
             small = _pack(folder, f"{task.shape}-layer", one, task.quantization, progress)
-            options = {"gpu_memory": "8GiB", "host_memory": "6GiB", "speculate": "off"}
-            layer = stack.enter_context(_opened(small, options, progress))
-        options = {"gpu_memory": task.memory, "host_memory": task.host_memory}
+            options["speculate"] = f"draft={small}"
         model = stack.enter_context(_opened(pack, options, progress))
         results = {
-            name: _measured(model, layer, task, request, progress)
+            name: _measured(model, task, request, progress)
             for name, request in _requests(task).items()
         }
         notes = list(model.summary().notes)
@@ -156,7 +155,6 @@ def _requests(task: Task) -> dict[str, Request]:
 
 def _measured(
     model: LoadedModel,
-    layer: LoadedModel | None,
     task: Task,
     request: Request,
     progress: Callable[[str], None],
@@ -167,9 +165,8 @@ def _measured(
     speculator._proposer = None
     wanted = model.infer(request).token_ids
     drafting = own
-    if layer is not None:
-        draft = DraftModel(layer._core.runner, layer._core.memory.kv.allocator, 512)
-        drafting = PaidOracle([*_prompt(), *wanted], task.accepted, draft)
+    if task.accepted:
+        drafting = PaidOracle([*_prompt(), *wanted], task.accepted, _draft_model(own))
     for number in range(-1, task.rounds):  # the first captures, and lets the gate measure
         ways = ("off", "auto") if number % 2 else ("auto", "off")
         for way in ways:
@@ -191,9 +188,16 @@ def _measured(
                 rates.steps += summary.generation.steps
                 rates.tokens += summary.generation.tokens
     speculator._proposer = own
-    if layer is not None and not rates.alike:
+    if task.accepted and not rates.alike:
         raise HMTError("draft tokens changed an answer: please report it")
     return rates
+
+
+def _draft_model(proposer: Proposer | None) -> DraftModel:
+    """What a loaded model drafts with besides lookup."""
+    assert isinstance(proposer, FirstOf), "nothing is drafted"
+    [found] = (one for one in proposer._all if isinstance(one, DraftModelProposer))
+    return found._model
 
 
 def _figures(name: str, rates: _Rates) -> dict[str, Any]:

@@ -24,7 +24,8 @@ def started(*words: str, shell: str = "", unbuffered: bool = False) -> subproces
 
 
 @pytest.mark.parametrize(
-    ("name", "unbuffered"), [("version", False), ("run", False), ("run", True)]
+    ("name", "unbuffered"),
+    [("version", False), ("run", False), pytest.param("run", True, marks=pytest.mark.whole)],
 )
 def test_an_output_that_is_full_is_one_line_and_a_failure(name, unbuffered):
     process = started(*COMMANDS[name], shell=">/dev/full", unbuffered=unbuffered)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 KINDS = ("Q4_0", "Q8_0", "Q5_1", "Q4_1", "Q5_0")  # that the package can write
+_SEEING = (gguf.MODEL_ARCH.QWEN2VL, gguf.MODEL_ARCH.QWEN3VL, gguf.MODEL_ARCH.QWEN3VLMOE)
 _EXPERTS = {
     "gate_proj": "gate",
     "up_proj": "up",
@@ -208,6 +209,10 @@ def add_sizes(writer: GGUFWriter, arch: gguf.MODEL_ARCH, config: Any) -> None:
         writer.add_key_length(dim)
         writer.add_value_length(dim)
         writer.add_rope_dimension_count(int(dim * (rope.get("partial_rotary_factor") or 1.0)))
+    if arch in _SEEING:
+        writer.add_rope_dimension_sections([dim // 2 - 2 * (dim // 6), dim // 6, dim // 6, 0])
+        if arch is not gguf.MODEL_ARCH.QWEN2VL:
+            writer.add_num_deepstack_layers(3)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if rope["rope_type"] == "longrope":

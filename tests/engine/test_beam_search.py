@@ -15,6 +15,8 @@ from hmt.contracts.request import FinishReason
 from hmt.engine import LoadedModel
 from hmt.engine.beam_search import BeamSearch
 
+pytestmark = pytest.mark.each_once
+
 OPTIONS: dict[str, Any] = {
     "host_memory": "320MiB", "dtype": "float32", "max_batch": 4, "context": 1024,
 }  # fmt: skip

@@ -14,6 +14,8 @@ from hmt.base.errors import ContextLengthError, RequestError
 from hmt.engine import LoadedModel
 from hmt.kvcache import SplitKVCache
 
+pytestmark = pytest.mark.each_once
+
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "dtype": "float32", "max_batch": 4}
 WAYS: dict[str, dict[str, Any]] = {
     "near": {"context": 2048},

@@ -18,6 +18,8 @@ from hmt.engine.speculation.draft_model import DraftModel
 from hmt.kernels.cpu import extension
 from hmt.memory import PreadReader
 
+pytestmark = pytest.mark.each_once
+
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "max_prefill_tokens": 64, "context": 512}
 REQUESTS = [
     hmt.Request([20 + (11 * n) % 180 for n in range(30)], 40, ignore_eos=True),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from draft_oracle import OpenGate
-from eagle3_reference import Drafter, random_drafter, write
+from eagle3_reference import Drafter, agreeing_drafter, random_drafter, write
 from reference import MINI_DENSE, MINI_MOE, transformers_model
 
 import hmt
@@ -17,7 +17,9 @@ from hmt.contracts.blocks import BlockKind
 from hmt.engine import LoadedModel
 from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.speculation.draft import Draft, Worth
+from hmt.engine.speculation.draft_model import Prediction
 from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
+from hmt.kernels import ops
 from hmt.kernels.cpu import extension
 
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "max_prefill_tokens": 64, "context": 1024}
@@ -75,23 +77,6 @@ def requests() -> list[hmt.Request]:
     ]
 
 
-def agreeing() -> Drafter:
-    """A drafter that says the last token again: right where a text repeats one token.
-
-    It takes the verifier's last hidden state as it is and adds nothing to it, so that its output
-    layer, the verifier's, gives the verifier's logits for the token that is known by now.
-    """
-    made = random_drafter(
-        width=WIDTH, vocab=VOCAB, own_table=False, original=False, states=2,
-        said={"eagle_aux_hidden_state_layer_ids": [8, 0]},
-    )  # fmt: skip
-    for name in ("layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight"):
-        made.tensors[name].zero_()
-    made.tensors["fc.weight"] = torch.cat((torch.zeros(WIDTH, WIDTH), torch.eye(WIDTH)), dim=1)
-    made.tensors["norm.weight"] = transformers_model("mini-dense").model.norm.weight.data.clone()
-    return made
-
-
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Drafter, Path]]:
     """By name, and where they lie."""
@@ -102,7 +87,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Drafte
             width=WIDTH, vocab=VOCAB, original=False, family="qwen3", draft_vocab=200,
             own_table=False, said={"norm_before_residual": True}, seed=2,
         ),
-        "agreeing": agreeing(),
+        "agreeing": agreeing_drafter(transformers_model("mini-dense").model.norm.weight, VOCAB),
     }  # fmt: skip
     architecture = "LlamaForCausalLM"
     return {name: (one, write(one, folder / name, architecture)) for name, one in made.items()}
@@ -242,8 +227,8 @@ class _Chooses:
     def keep(self, number: int, tokens: int) -> None:
         """It has none."""
 
-    def feed(self, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._logits, torch.empty(0)
+    def feed(self, *_: object) -> Prediction:
+        return Prediction(self._logits, ops.logit_stats(self._logits), torch.empty(0))
 
 
 def test_alternatives_are_tokens_of_the_model_that_verifies_too() -> None:

@@ -108,6 +108,13 @@ CASES: dict[str, tuple[gguf.MODEL_ARCH, str, dict[str, Any]]] = {
         {**LATENT, "n_group": 2, "topk_group": 1,
          "rope_parameters": {"rope_theta": 5000.0, **YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
+    "qwen2vl": (ARCH.QWEN2VL, "qwen2", {}),
+    "qwen3vl": (ARCH.QWEN3VL, "qwen3", {"head_dim": 32}),
+    "qwen3vlmoe": (
+        ARCH.QWEN3VLMOE,
+        "qwen3_moe",
+        {"head_dim": 16, "num_experts": 5, "norm_topk_prob": True, **EXPERTS},
+    ),
 }  # fmt: skip
 
 

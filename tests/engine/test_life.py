@@ -20,6 +20,8 @@ from hmt.engine import EngineConfig, LoadedModel, prepare
 from hmt.engine.outputs.sampler import SamplerState
 from hmt.planner import PlanOptions, smallest_budget
 
+pytestmark = pytest.mark.each_once
+
 CHAT = [{"role": "user", "content": "What is 12 + 30?"}]
 
 

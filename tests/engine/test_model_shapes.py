@@ -21,6 +21,8 @@ from hmt.planner.cost.workload import workload_of
 from hmt.profiling.random_model import Shape
 from hmt_bench.random_gguf import write_random_gguf
 
+pytestmark = pytest.mark.each_once
+
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DRIVER_BYTES = 600 * MIB  # of a GPU's memory, before anything is loaded

@@ -14,6 +14,8 @@ from hmt.contracts.model import RotaryBorder
 from hmt.engine import LoadedModel
 from hmt.engine.loading.prefix_cache import salt_of
 
+pytestmark = pytest.mark.each_once
+
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "dtype": "float32", "context": 1024}
 WAYS: dict[str, dict[str, Any]] = {
     "near": {},

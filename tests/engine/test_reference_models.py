@@ -12,6 +12,8 @@ import hmt
 from hmt.engine import EngineConfig, prepare
 from hmt.planner import PlanOptions, smallest_budget
 
+pytestmark = pytest.mark.each_once
+
 PROMPTS = [
     [{"role": "user", "content": "What is 12 + 30?"}],
     [

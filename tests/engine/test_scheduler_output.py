@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from reference import MINI_DENSE, MINI_MOE
 import hmt
 from hmt.contracts.step import KVOperation, SchedulerOutput, SegmentRequest, Step
 from hmt.engine import LoadedModel
-from hmt.engine.scheduling.kv_operations import repeat_operations
+from hmt.engine.scheduling.kv_operations import KVOperationLog, repeat_operations
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 
@@ -48,6 +49,21 @@ OUTPUTS = st.builds(
 def test_what_is_sent_arrives(output: SchedulerOutput) -> None:
     assert SchedulerOutput.from_json(output.to_json()) == output
     assert pickle.loads(pickle.dumps(output)) == output
+
+
+def test_a_step_that_is_not_run_leaves_its_operations_to_the_next() -> None:
+    """As where none of its images can be encoded."""
+    handles = iter(range(1, 9))
+    log = KVOperationLog(SimpleNamespace(open=lambda _: next(handles), close=lambda _: None))
+    first = log.open(16)
+    taken = log.take()
+    log.open(32)
+    log.put_back(taken)
+    log.close(first)
+    assert [(one.name, one.opened or one.arguments[0]) for one in log.take()] == [
+        ("open", 1), ("open", 2), ("close", 1)
+    ]  # fmt: skip
+    assert log.take() == ()
 
 
 @given(st.lists(SEGMENTS, max_size=4))

@@ -22,6 +22,8 @@ from hmt.engine.speculation.gate import SpeculationGate, StepTimes
 from hmt.engine.speculation.prompt_lookup import LEAST_MATCH, PromptLookup, TokenIndex
 from hmt.kernels.cpu import extension
 
+pytestmark = pytest.mark.each_once
+
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "max_prefill_tokens": 64, "context": 1024}
 MODELS = {"mini-dense": MINI_DENSE, "mini-moe": MINI_MOE}
 WAYS: dict[str, dict[str, Any]] = {

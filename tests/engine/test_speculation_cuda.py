@@ -1,16 +1,26 @@
-"""Draft tokens on a GPU: captured steps that verify them give the tokens of steps without any."""
+"""Draft tokens on a GPU: captured steps that verify them give the tokens of steps without any.
+
+So do draft models that compute there, and those that compute beside it.
+"""
 
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from draft_oracle import Oracle, always_guess
-from reference import MINI_DENSE
+from draft_oracle import OpenGate, Oracle, always_guess
+from eagle3_reference import agreeing_drafter, write
+from reference import MINI_DENSE, MINI_MOE, transformers_model
 
 import hmt
+from hmt.contracts.plan import Tier
 from hmt.engine import LoadedModel
 from hmt.engine.execution.graphs.runner import GraphRunner
+from hmt.engine.speculation.model_proposers import (
+    DraftModelProposer,
+    FirstOf,
+    NextTokenProposer,
+)
 from hmt.memory.device import open_device
 from hmt.profiling.random_model import Shape, write_random_model
 
@@ -149,3 +159,117 @@ def test_pages_at_several_levels() -> None:
         forced = model.logits([*ids, *answer[:-1]], range(len(ids) - 1, len(ids) + 59))
     gaps = [float(row.max() - row[token]) for row, token in zip(forced, answer, strict=True)]
     assert max(gaps) < 0.05
+
+
+# Models that draft
+
+WAYS = {"draft": MINI_DENSE, "mtp": MINI_MOE, "eagle3": MINI_DENSE}
+
+
+@pytest.fixture(scope="module")
+def speculate(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The option, by way."""
+    made = agreeing_drafter(transformers_model("mini-dense").model.norm.weight, 4096)
+    folder = write(made, tmp_path_factory.mktemp("eagle3"), "LlamaForCausalLM")
+    return {"draft": f"draft={MINI_DENSE}", "mtp": "mtp", "eagle3": f"draft={folder}"}
+
+
+def asked() -> list[hmt.Request]:
+    """The last one says the same all the time."""
+    return [*requests(2, 30), hmt.Request([33] * 30, 30, ignore_eos=True)]
+
+
+def always_asked(model: LoadedModel) -> GraphRunner | None:
+    """Let a model verify three tokens that its draft model drafts; that one's captures, if any."""
+    speculator = model._core.speculator
+    first = speculator._proposer
+    assert isinstance(first, FirstOf), model.summary().notes
+    [own] = (p for p in first._all if isinstance(p, DraftModelProposer | NextTokenProposer))
+    speculator._proposer, speculator._gate, speculator._most = own, OpenGate(), 3
+    graphs = own._model._runner.executor.graphs
+    return graphs if isinstance(graphs, GraphRunner) else None
+
+
+def drafted(model: LoadedModel, *, at_once: bool = True) -> GraphRunner | None:
+    """As `alike`, with what the model's own draft model drafts; its captures."""
+    speculator = model._core.speculator
+    own, speculator._proposer = speculator._proposer, None
+    wanted = [model.infer(one).token_ids for one in asked()]
+    speculator._proposer = own
+    graphs = always_asked(model)
+    if at_once:  # kernels of a GPU give a batch other bits than a sequence alone
+        streams = [model.stream(one) for one in asked()]
+        assert [stream.completion().token_ids for stream in streams] == wanted
+    model.reset_summary()
+    assert [model.infer(one).token_ids for one in asked()] == wanted
+    account = model.summary().speculation
+    assert account.accepted > 4 and not account.failures
+    assert captured(model).works
+    shown = {key.shown is not None for one in captured(model).graphs.values() for key in one}
+    assert True in shown or not speculator._proposer.needs_hidden
+    return graphs
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_draft_model_on_the_device(gpu: str, way: str, speculate: dict[str, str]) -> None:
+    memory = {"fake": "128MiB", "0": "2GiB"}[gpu]
+    options = OPTIONS | {"gpu_memory": memory, "gpu_id": gpu, "speculate": speculate[way]}
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(WAYS[way])
+        draft = model._core.memory.draft
+        assert draft is not None and draft.memory.on_device is not None, model.summary().notes
+        graphs = drafted(model, at_once=gpu == "fake")
+        assert graphs is not None and graphs.works
+        keys = graphs.graphs[False]
+        assert all(key.sequences == 1 for key in keys), "several tokens of one sequence"
+        assert any(key.tokens > 1 for key in keys) and any(key.tokens == 1 for key in keys)
+        assert {key.inputs > 0 for key in keys} == {way != "draft"}
+        taken, ledger = model.summary().device, engine._ledger
+        assert taken is not None and taken.used_bytes["draft"]
+        reserved = ledger.reserved_bytes(Tier.DEVICE)
+        assert sum(taken.used_bytes.values()) <= reserved <= ledger.budget_bytes(Tier.DEVICE)
+        assert taken.budget_bytes == ledger.budget_bytes(Tier.DEVICE)
+        right = model.summary().speculation.by_depth
+        model.close()
+        assert ledger.reserved_bytes(Tier.DEVICE) == ledger.reserved_bytes(Tier.HOST) == 0
+    if gpu == "fake":  # drafts are those of the CPU, which test_drafters.py compares with others
+        with hmt.Engine(**OPTIONS, speculate=speculate[way]) as engine:
+            model = engine.load_model(WAYS[way])
+            model._core.speculator._branches = False
+            always_asked(model)
+            for one in asked():
+                model.infer(one)
+            assert model.summary().speculation.by_depth == right
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(("way", "mebibytes"), [("draft", 12), ("eagle3", 12), ("eagle3", 16)])
+def test_a_draft_model_where_networks_are_in_host_memory(
+    gpu: str, way: str, mebibytes: int, speculate: dict[str, str]
+) -> None:
+    """Of 12 MiB a draft model gets nothing: it computes on the CPU, and says so."""
+    options = OPTIONS | {"gpu_memory": (mebibytes << 20) + taken_bytes(gpu), "gpu_id": gpu}
+    with hmt.Engine(**options | {"context": 512, "speculate": speculate[way]}) as engine:
+        model = engine.load_model(MINI_DENSE)
+        assert captured(model).host_ffn
+        notes = [note for note in model.summary().notes if "model computes on the CPU" in note]
+        graphs = drafted(model, at_once=gpu == "fake")
+        assert (graphs is None) == bool(notes) == (mebibytes == 12)
+
+
+def test_what_the_cpu_has_a_part_in() -> None:
+    """It computes the output layer, and looks up the draft model's tokens."""
+    options = OPTIONS | {"gpu_memory": "128MiB", "gpu_id": "fake", "speculate": "mtp"}
+    with hmt.Engine(**options) as engine:
+        model = engine.load_model(MINI_MOE)
+        core: Any = model._core
+        there = core.memory.on_device
+        core.runner.executor.graphs = GraphRunner(
+            model.prepared.model, there.weights, core.memory.kv, there.device, head=False
+        )
+        drafts = core.speculator._proposer._all[1]._model._runner.executor.graphs
+        drafts._looks_up = False
+        drafted(model)
+        kept = [one for one in drafts.graphs[False].values() if one.recorded]
+        assert kept and all(one.hidden is not None for one in kept)

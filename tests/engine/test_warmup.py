@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from reference import MINI_MOE
 
 import hmt
 from hmt.base.errors import BudgetError
@@ -12,6 +13,7 @@ from hmt.cli.options import embedded_model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine import engine_core
 from hmt.engine.execution import warmup
+from hmt.engine.speculation import draft_opening
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 
@@ -100,3 +102,18 @@ def test_no_other_prompt_begins_when_it_took_long_enough() -> None:
 
 def test_only_kernels_of_a_gpu_are_slow_at_first() -> None:
     assert not warmup.is_slow_at_first(torch.device("cpu"))
+
+
+def test_a_draft_model_is_warmed_up_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that come are captured before the first request, and leave nothing."""
+    monkeypatch.setattr(draft_opening, "is_slow_at_first", lambda where: True)
+    options = {"host_memory": "256MiB", "gpu_memory": "128MiB", "gpu_id": "fake", "context": 256}
+    with hmt.Engine(**options, speculate="mtp") as engine:
+        model = engine.load_model(MINI_MOE)
+        draft = model._core.memory.draft
+        assert draft is not None
+        used = draft.memory.kv.allocator
+        assert used.free_tokens == used.capacity_tokens
+        own = model._core.speculator._proposer._proposers[1]  # type: ignore[union-attr]
+        keys = own._model._runner.executor.graphs.graphs[False]
+        assert sorted(key.tokens for key in keys) == [1, 2, 3]

@@ -15,6 +15,14 @@ _WHERE = [] if SANITIZED else ["plain torch"]
 _WHERE += without_tiles(native) if native else []
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The build with sanitizers computes each case of a kernel once; the other one all of them."""
+    if SANITIZED:
+        for item in items:
+            item.add_marker(pytest.mark.each_once)
+
+
 @pytest.fixture(params=_WHERE)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Plain torch, and the extension on every instruction set."""

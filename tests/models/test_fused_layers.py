@@ -4,13 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from default_part import first_of_each
 from hybrid_models import drawn, ids, publish
 
 import hmt
 from hmt.kernels import ops
 from hmt.kernels.cpu import extension
 
-pytestmark = pytest.mark.skipif(extension.load() is None, reason="plain torch has no such call")
+pytestmark = [
+    pytest.mark.skipif(extension.load() is None, reason="plain torch has no such call"),
+    pytest.mark.each_once,
+]
 
 POSITIONS = 400
 TOGETHER = [
@@ -46,7 +50,7 @@ def found(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
-@pytest.mark.parametrize("name", TOGETHER + DELTA)
+@pytest.mark.parametrize("name", first_of_each(TOGETHER + DELTA))
 def test_one_call_gives_the_bits_of_its_kernels(
     name: str, options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

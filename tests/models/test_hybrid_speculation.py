@@ -10,6 +10,7 @@ from draft_oracle import Oracle, always_guess
 from hybrid_models import drawn, ids, publish
 
 import hmt
+from hmt.base.errors import ConfigError
 from hmt.contracts.step import Step
 from hmt.engine import EngineConfig, prepare
 from hmt.kernels.cpu import extension
@@ -57,6 +58,18 @@ def test_drafts_change_no_answer(
         if not prefixes and name in COMPILED:
             assert calls[True, True] > 5 and calls[True, False] > 5
             assert not calls[False, True] and not calls[False, False]
+
+
+@pytest.mark.parametrize("speculate", ["mtp", "draft=nowhere"])
+def test_a_gpu_verifies_nothing_of_them_and_says_so(speculate: str, tmp_path: Path) -> None:
+    publish("qwen3_next-0", tmp_path, 400)
+    gpu = {"gpu_memory": "96MiB", "gpu_id": "fake"}
+    said = r"have recurrent state.*run without a GPU"
+    with (
+        hmt.Engine(**OPTIONS, **gpu, speculate=speculate) as engine,
+        pytest.raises(ConfigError, match=said),
+    ):
+        engine.load_model(tmp_path)
 
 
 def oracle_of(answers: list[hmt.Completion]) -> Oracle:

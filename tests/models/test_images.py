@@ -1,5 +1,6 @@
 """Images through the engine: logits of transformers, memory, chunks, and what is refused."""
 
+import json
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -21,7 +22,7 @@ from vision_models import (
 )
 
 import hmt
-from hmt.base.errors import BudgetError, RequestError
+from hmt.base.errors import BudgetError, DiskReadError, HMTError, RequestError
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.request import Completion, Request, Sampling
 from hmt.contracts.store import Presence
@@ -93,6 +94,20 @@ def test_logits_are_those_of_transformers(name: str, folder_of: Any) -> None:
     expected = wanted[range(len(tokens) - 1), tokens[1:]]
     assert answer.prompt_tokens > 40
     torch.testing.assert_close(torch.tensor(numbers(answer)), expected, atol=1e-4, rtol=0)
+
+
+def test_glm46v_is_glm4v_moe_by_another_name(folder_of: Any, tmp_path: Path) -> None:
+    reference, folder = folder_of("glm4v_moe")
+    publish(reference, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "glm46v", "architectures": ["Glm46VForConditionalGeneration"]}
+    config["text_config"]["model_type"] = "glm4v_moe_text"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answers = []
+    for path in (folder, tmp_path):
+        with hmt.Engine(host_memory="64MiB", **OPTIONS) as engine:
+            answers.append(numbers(engine.load_model(path).infer(asked())))
+    assert answers[0] == answers[1]
 
 
 def prompt_of(model: hmt.LoadedModel) -> list[int]:
@@ -167,6 +182,20 @@ def test_requests_with_and_without_images_run_together(loaded: hmt.LoadedModel) 
     alone = [numbers(loaded.infer(request)) for request in requests]
     for answer, expected in zip(loaded.infer_batch(requests), alone, strict=True):
         assert numbers(answer) == pytest.approx(expected, abs=1e-5)
+
+
+def test_several_answers_share_what_is_made_of_an_image(
+    loaded: hmt.LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, decoded = loaded._core.memory.images._decoder, list[bytes]()
+    pixels = decoder.pixels
+    monkeypatch.setattr(decoder, "pixels", lambda data: decoded.append(data) or pixels(data))
+    prompt, image = [*words(3, 5), IMAGE, *words(2, 6)], file_of(IMAGES[1])
+    plain = {"prompt_logprobs": None}
+    answers = loaded.infer_choices(asked(prompt, (image,), **plain), 3)
+    assert len(decoded) == 1
+    one = loaded.infer(asked(prompt, (image,), **plain))
+    assert [answer.token_ids for answer in answers] == [one.token_ids] * 3
 
 
 def test_a_path_bytes_and_pillow_are_the_same_image(
@@ -253,3 +282,69 @@ def test_a_device_and_choices_give_the_same(folder_of: Any) -> None:
             each = model.infer_choices(asked(prompt_logprobs=None), 2)
             assert each[0].token_ids == each[1].token_ids
     assert found[1] == pytest.approx(found[0], abs=1e-5)
+
+
+def ends(streams: list[Any]) -> list[list[float] | HMTError]:
+    """Of each stream its log-probabilities, or what it failed with."""
+    found: list[list[float] | HMTError] = []
+    for stream in streams:
+        try:
+            found.append([event.logprob for event in stream])
+        except HMTError as error:
+            found.append(error)
+    return found
+
+
+class Broken:
+    """Weights of which the second block that is leased cannot be."""
+
+    def __init__(self, weights: Any, fault: Exception) -> None:
+        self._weights, self._fault, self._leases = weights, fault, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._weights, name)
+
+    def lease(self, block: Any) -> Any:
+        self._leases += 1
+        if self._leases > 1:
+            raise self._fault
+        return self._weights.lease(block)
+
+
+@pytest.mark.parametrize("fault", [DiskReadError("the tower cannot be read"), ValueError("code")])
+def test_an_image_that_cannot_be_encoded_fails_its_own_requests_alone(
+    loaded: hmt.LoadedModel, fault: Exception
+) -> None:
+    """The others of its step go on, and later the same image is encoded."""
+    core, encode = loaded._core, loaded.prepared.model.encoder.encode
+    images = [picture(8, 8, seed) for seed in (91, 92)]
+    plain = {"prompt_logprobs": None, "cache_salt": repr(fault)}
+    requests = [
+        asked(words(4, 31), (), **plain),
+        *(asked([*words(2, seed), IMAGE], (image,), **plain) for seed, image in enumerate(images)),
+    ]
+    bad = core.memory.images.hold(images[:1])[0][0].key
+    steps: list[list[int]] = []
+    prepared = core.runner.encode_images
+
+    def noted(output: Any) -> Any:
+        steps.append([segment.request for segment in output.segments])
+        return prepared(output)
+
+    def failing(image: Any, weights: Any) -> Any:
+        return encode(image, Broken(weights, fault) if image.key == bad else weights)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(loaded.prepared.model.encoder), "encode", lambda _, *a: failing(*a))
+        patch.setattr(core.runner, "encode_images", noted)
+        text, failed, seen = ends(loaded.stream_batch(requests))
+        assert max(map(len, steps)) > 1, "it failed beside others"
+        alone = ends(loaded.stream_batch(requests[1:2]))
+    assert isinstance(failed, HMTError) and isinstance(alone[0], HMTError)
+    assert str(fault) in str(failed)
+    after = ends(loaded.stream_batch(requests))
+    assert text == pytest.approx(after[0], abs=1e-5) and seen == pytest.approx(after[2], abs=1e-5)
+    assert not isinstance(after[1], HMTError)
+    assert loaded.summary().used_bytes["images"] == 0
+    load = loaded._loop.call(lambda: core.scheduler.load)
+    assert (load.running, load.waiting) == (0, 0)

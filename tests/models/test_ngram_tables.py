@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from default_part import after_first
 from hybrid_models import ids, publish
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,7 +148,7 @@ def answers(folder: Path, **options: Any) -> tuple[Any, list[Any], str]:
         return plan, found, "\n".join(shown)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", after_first(NAMES))
 def test_a_table_on_disk_gives_the_bits_of_one_in_memory(
     name: str, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from default_part import first_of_each
 from plain_memory import Bench, PlainKV, bench_of, random_reference
 from random_configs import Case, cases
 
@@ -28,6 +29,8 @@ from hmt.kvcache.prefix import (
     store_buffer_bytes,
 )
 from hmt.memory import HostPool, Ledger
+
+pytestmark = pytest.mark.each_once
 
 NEAR = 1e-5  # relative: as for prompts in other chunks
 CHUNK, SHARED, LENGTH = 16, 90, 120
@@ -51,7 +54,7 @@ def logits(bench: Bench, sequence: int, start: int, tokens: list[int]) -> torch.
 
 
 @pytest.mark.parametrize("tiered", [False, True], ids=["one tier", "tiered"])
-@pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", first_of_each(cases()), ids=lambda case: case.name)
 def test_a_prompt_may_begin_with_what_another_computed(
     case: Case, tiered: bool, pool: HostPool, tmp_path: Path
 ) -> None:

@@ -20,6 +20,8 @@ from hmt.hardware.link_rates import LinkRates
 from hmt.kernels.cpu import extension
 from hmt.layers.recurrent.short_conv import ShortConv
 
+pytestmark = pytest.mark.each_once
+
 DRAFTS = 5
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_prefill_tokens": 16, "host_memory": "96MiB", "context": 800,

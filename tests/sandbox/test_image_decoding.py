@@ -1,10 +1,14 @@
 """Image files of strangers: decoded, or refused in few words, by a process that survives them."""
 
 import io
+import os
 import random
+import signal
 import struct
+import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,8 +16,9 @@ from PIL import Image
 from vision_models import file_of, picture
 
 from hmt.base.errors import HMTError, RequestError
-from hmt.models.vision import ImageDecoder
+from hmt.models.vision import ImageDecoder, decoding
 from hmt.models.vision.decoding import MOST_PIXELS
+from hmt.sandbox import Limits
 
 PICTURE = picture(61, 34)
 
@@ -105,3 +110,31 @@ def test_damaged_files_end_no_process(decoder: ImageDecoder) -> None:
             assert isinstance(error, RequestError) and len(str(error)) < 300
     assert torch.equal(decoder.pixels(files[0]), pixels(PICTURE))
     assert worker is None or decoder._worker is worker
+
+
+def test_a_process_that_is_killed_fails_no_image(decoder: ImageDecoder) -> None:
+    data = file_of(PICTURE)
+    decoder.size(data)
+    assert decoder._worker is not None and decoder._sandbox._process is not None
+    for pid in (decoder._worker._pid, decoder._sandbox._process.pid):
+        os.kill(pid, signal.SIGKILL)
+        assert torch.equal(decoder.pixels(data), pixels(PICTURE))
+    worker = decoder._worker
+    os.kill(worker._pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(decoder.pixels, data)
+        while not worker._asked:  # it has begun
+            time.sleep(0.001)
+        os.kill(worker._pid, signal.SIGKILL)
+        assert torch.equal(answer.result(), pixels(PICTURE))
+
+
+def test_what_takes_too_much_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "_LIMITS", Limits(memory_bytes=24 << 20, cpu_s=10.0))
+    decoder = ImageDecoder()
+    large, small = file_of(Image.new("RGB", (4000, 4000))), file_of(PICTURE)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"more than 24\.0 MiB of memory"):
+            decoder.pixels(large)
+        assert torch.equal(decoder.pixels(small), pixels(PICTURE))
+    decoder.close()

@@ -1,30 +1,25 @@
-"""Images over HTTP: what official clients send, and what is refused."""
+"""Images over HTTP: what official clients send, what is fetched, and what is refused."""
 
+import asyncio
 import base64
-from collections.abc import Iterator
+import threading
 from typing import Any
 
 import openai as package
 import pytest
+from elsewhere import Elsewhere
 from fastapi import FastAPI
 from serving import CHAT, NAME, app_on, http, openai, run
 from test_anthropic_client import client_of
-from vision_models import file_of, picture, publish, vision_model
+from vision_models import file_of, picture
 
 import hmt
 from hmt.engine import LoadedModel
+from hmt.server.image_fetching import ImageFetcher
 
 FILE = file_of(picture(37, 21))
 DATA = base64.b64encode(FILE).decode()
 TEXT = {"type": "text", "text": "What is this?"}
-
-
-@pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
-    folder = tmp_path_factory.mktemp("models") / NAME
-    publish(vision_model("qwen3_vl"), folder)
-    with hmt.Engine(host_memory="96MiB", dtype="float32", context=512, max_batch=4) as engine:
-        yield engine.load_model(folder)
 
 
 @pytest.fixture(scope="module")
@@ -113,5 +108,60 @@ def test_images_are_the_users_and_a_model_must_see(app: FastAPI, sees: FastAPI) 
         async with openai(app) as client:
             with pytest.raises(package.BadRequestError, match="reads text only"):
                 await client.chat.completions.create(**asking(TEXT, url))
+
+    run(work())
+
+
+def test_images_of_named_hosts_are_fetched(seeing: LoadedModel) -> None:
+    expected = wanted(seeing, [{"type": "image"}, TEXT])
+    app = app_on(seeing, max_body_bytes=len(FILE) * 2)
+
+    async def work(address: str) -> None:
+        async with openai(app) as client:
+            body = asking(part(f"http://{address}/cat"), TEXT)
+            done = await client.chat.completions.create(**body)
+            assert done.choices[0].message.content == expected.text
+            # It counts as a part of the body.
+            pair = [part(f"http://{address}/{name}") for name in ("cat", "dog")]
+            with pytest.raises(package.APIStatusError, match="with images that are fetched"):
+                await client.chat.completions.create(**asking(*pair, TEXT))
+        source = {"type": "url", "url": f"http://{address}/cat"}
+        async with client_of(app) as client:
+            messages = [{"role": "user", "content": [{"type": "image", "source": source}, TEXT]}]
+            said = await client.messages.create(
+                model=NAME, max_tokens=6, messages=messages, extra_body={"temperature": 0}
+            )
+        assert said.content[0].text == expected.text
+
+    with Elsewhere(FILE) as elsewhere:
+        address = f"127.0.0.1:{elsewhere.server_port}"
+        app.state.service.fetcher = ImageFetcher([address], reachable=lambda found: True)
+        run(work(address))
+
+
+def test_text_does_not_wait_for_decoders(
+    sees: FastAPI, seeing: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many small requests have an image that takes long."""
+    decoder = seeing._core.memory.images._decoder
+    begun, goes_on, pixels = threading.Event(), threading.Event(), decoder.pixels
+
+    def slow(data: bytes) -> Any:
+        begun.set()
+        assert goes_on.wait(30)
+        return pixels(data)
+
+    monkeypatch.setattr(decoder, "pixels", slow)
+
+    async def work() -> None:
+        async with http(sees) as client:
+            body = asking(part(f"data:image/png;base64,{DATA}"), TEXT)
+            images = [asyncio.create_task(client.post(CHAT, json=body)) for _ in range(40)]
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+            answer = await client.post(CHAT, json=asking(TEXT))
+            assert answer.status_code == 200 and not any(one.done() for one in images)
+            goes_on.set()
+            assert {one.status_code for one in await asyncio.gather(*images)} == {200}
 
     run(work())

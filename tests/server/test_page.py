@@ -35,6 +35,7 @@ def test_the_page_is_whole_and_asks_nobody_else(model: LoadedModel) -> None:
     )
     assert policy.pop("default-src") == "'none'" and "'unsafe" not in str(policy)
     sources = {name: value for name, value in policy.items() if name.endswith("-src")}
+    assert sources.pop("img-src") == "'self' data:"
     assert set(sources.values()) == {"'self'"}
     assert policy["frame-ancestors"] == policy["form-action"] == "'none'"
     assert policy["require-trusted-types-for"] == "'script'"
@@ -96,6 +97,7 @@ def test_the_state_tells_what_was_done(model: LoadedModel, monkeypatch: pytest.M
         assert state["model"] == {
             "name": NAME, "architecture": spec.architecture, "layers": spec.layers,
             "published_bytes": model.prepared.published_bytes, "max_positions": 2048,
+            "images_refused": "this LlamaForCausalLM reads text only",
         }  # fmt: skip
         assert state["requests"] == {
             "running": 0, "waiting": 0, "inside": 0, "max_running": 4, "max_waiting": 5,

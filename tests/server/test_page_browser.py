@@ -4,114 +4,30 @@ What a model would write is put in its place where a test needs it to be of a ce
 """
 
 import json
-import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
-from serving import app_on
+from page_in_browser import (
+    AXE,
+    MARKS,
+    Opened,
+    answered,
+    ask,
+    given,
+    pending,
+    served,
+    stream,
+    sync_api,
+)
+from vision_models import file_of, picture
 
 from hmt.engine import LoadedModel
-from hmt.server import KeyRing, ServerConfig, bind
+from hmt.server import KeyRing
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra 'browser'")
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-AXE = Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js"
-
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome"),
-    # Playwright's own threads and sockets end with the process.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
-
+pytestmark = MARKS
 KEY = "sk-correct-horse"
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
-Opened = Callable[..., Any]
-
-
-@contextmanager
-def served(model: LoadedModel, **options: Any) -> Iterator[str]:
-    bound = bind(ServerConfig(port=0))
-    app = app_on(model, **options)
-    config = uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
-    finally:
-        server.should_exit = True
-        thread.join()
-        bound.close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        options = {"executable_path": CHROMIUM, "args": ["--no-sandbox"]}
-        with playwright.chromium.launch(**options) as launched:
-            yield launched
-
-
-@pytest.fixture(scope="module")
-def address(model: LoadedModel) -> Iterator[str]:
-    with served(model) as found:
-        yield found
-
-
-@pytest.fixture
-def opened(browser: Any, address: str) -> Iterator[Opened]:
-    """Opens the page; in the end there must be nothing on the console and no request elsewhere."""
-    wrong: list[str] = []
-    contexts = []
-
-    def open_page(at: str = address, expected: str = "", **options: Any) -> Any:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(20_000)
-
-        def told(message: Any) -> None:
-            if not (expected and expected in message.text):
-                wrong.append(message.text)
-
-        page.on("console", told)
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith(at) else wrong.append(r.url))
-        page.goto(at)
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert wrong == []
-
-
-def stream(*deltas: dict[str, str]) -> dict[str, Any]:
-    """A response that says `deltas`."""
-    events = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
-    ]
-    events.append({"choices": [], "usage": {"completion_tokens": len(deltas)}})
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
-    return {"status": 200, "content_type": "text/event-stream", "body": body}
-
-
-def ask(page: Any, text: str) -> None:
-    page.fill("#prompt", text)
-    page.press("#prompt", "Enter")
-
-
-def answered(page: Any, number: int) -> Any:
-    """The answer with this number, once it is complete."""
-    turn = page.locator(".turn.assistant").nth(number)
-    turn.locator(".told, .failed").first.wait_for()
-    return turn
 
 
 def test_a_chat_streams_stops_and_goes_on_after_errors(opened: Opened, model: LoadedModel) -> None:
@@ -321,7 +237,7 @@ def test_the_machine_is_drawn_and_works_by_keyboard(opened: Opened) -> None:
     # From the top everything is reached by Tab, in the order in which it is read, and is seen.
     page.focus(".skip")
     order = ["skip"]
-    for _ in range(10):
+    for _ in range(11):
         page.keyboard.press("Tab")
         order.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
         shown = page.evaluate(
@@ -329,8 +245,8 @@ def test_the_machine_is_drawn_and_works_by_keyboard(opened: Opened) -> None:
             "(document.activeElement)"
         )
         assert shown, order
-    assert order[:8] == ["skip", "theme", "log", "", "", "", "prompt", "settings-button"]
-    assert order[8:] == ["send", "machine", "heat"]
+    assert order[:8] == ["skip", "theme", "log", "", "", "", "prompt", "image-button"]
+    assert order[8:] == ["settings-button", "send", "machine", "heat"]
 
 
 def test_of_several_models_one_is_chosen(opened: Opened) -> None:
@@ -386,6 +302,10 @@ def test_axe_finds_nothing(opened: Opened, scheme: str) -> None:
     page.wait_for_selector(".tier:has-text('A card')")
     check(page)
     page.click("#settings-button")
+    page.evaluate("import('./page/images.js').then(page => page.allowImages(''))")
+    given(page, "paste", ("a.png", "image/png", file_of(picture(4, 4))))
+    pending(page, 1)
+    check(page)
     ask(page, "Hello")
     answered(page, 0).locator("summary").click()
     check(page)

@@ -66,6 +66,13 @@ class ServerOptions:
             "repeated."
         ),
     ] = None
+    allow_image_host: Annotated[
+        list[str] | None,
+        _who(
+            help="A host (HOST, or HOST:PORT) from which the server fetches images that requests "
+            "name by their URLs; may be repeated.  Only from public addresses."
+        ),
+    ] = None
     chat_template: Annotated[
         Path | None,
         _where(help="File with the chat template (Jinja) to use instead of MODEL's own."),
@@ -132,6 +139,7 @@ class ServerOptions:
             shutdown_s=self.shutdown_timeout,
             max_body_bytes=parse_bytes(self.max_body),
             origins=tuple(self.origin or ()),
+            image_hosts=tuple(self.allow_image_host or ()),
             log_requests=self.log_requests,
             chat_template=template,
         )

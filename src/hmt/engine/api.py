@@ -63,7 +63,7 @@ class LoadedModel:
                 prepared.source.path.name, prepared.demand, prepared.plan, prepared.machine
             )
             if draft is not None:
-                allocate_draft(self._loop, draft, ledger, self.tracer, memory)
+                allocate_draft(self._loop, draft, ledger, self.tracer, memory, devices)
             self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
             capacity_tokens = self._core.load.capacity_tokens
             self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens, memory.images)
@@ -80,6 +80,11 @@ class LoadedModel:
     def check_images(self, count: int) -> None:
         """Raise RequestError where the model can see none of `count` images."""
         self._input.check_images(count)
+
+    @property
+    def images_refused(self) -> str:
+        """Why the model sees no images; empty where it does."""
+        return self._input.images_refused
 
     def infer(self, request: Request) -> Completion:
         """Run one request to its end.  Raises RequestError, or what failed the computation."""
@@ -225,7 +230,8 @@ class LoadedModel:
             replace(core.accounts.generation),
             machine=self.prepared.machine,
             published_bytes=self.prepared.published_bytes,
-            budget_bytes=self.plan.budgets[Tier.HOST],
+            budget_bytes=self.plan.budgets[Tier.HOST]
+            + (0 if core.memory.draft is None else core.memory.draft.host_bytes),
             used_bytes=core.memory.used_bytes(),
             resident_bytes=homes[Tier.HOST],
             streamed_bytes=homes[Tier.DISK],
@@ -286,10 +292,10 @@ class LoadedModel:
         self, requests: Many[Request], listeners: Many[TokenListener], shared: bool
     ) -> list[OutputProcessor]:
         """One for each; if `shared`, all after the first wait for its prompt."""
-        processors = [
-            self._input.process(request, listener)
-            for request, listener in zip(requests, listeners, strict=True)
-        ]
+        processors: list[OutputProcessor] = []
+        for request, listener in zip(requests, listeners, strict=True):
+            first = processors[0] if shared and processors else None
+            processors.append(self._input.process(request, listener, first))
         for processor in processors:
             self._core.scheduler.check(processor.state)
         for processor in processors[1:] if shared else ():

@@ -11,8 +11,7 @@ from hmt.contracts.plan import Tier
 from hmt.engine.api import LoadedModel
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import device_budget, open_devices
-from hmt.engine.loading.draft import prepare_draft
-from hmt.engine.loading.prepare import prepare
+from hmt.engine.loading.draft import prepare_both
 from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger
@@ -67,11 +66,8 @@ class Engine:
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
         left = left if host_memory is None else min(left, host_memory)
         room, path = self._device_left(), located(path)
-        draft = prepare_draft(path, self.config, left, on_device=room > 0)
-        if draft is not None:
-            left -= draft.host_bytes
         try:
-            prepared = prepare(path, self.config, left, self._device, room)
+            prepared, draft = prepare_both(path, self.config, left, self._device, room)
         except BudgetError as error:
             taken = self._ledger.reserved_bytes(Tier.HOST)
             if not taken:

@@ -126,6 +126,10 @@ class EngineCore:
             if self._forms.idle():
                 return True
             return self.memory.prefixes is not None and save_some(self.memory.prefixes)
+        output = self._with_images(output)
+        if not output.segments:
+            self.load = self.scheduler.load
+            return True
         segments = (segment for segment in output.segments if not segment.is_branch)
         processors = [self._processors[segment.request] for segment in segments]
         viewer = PromptOutputRows(output, self._processors) if output.shows_prompts else None
@@ -146,6 +150,25 @@ class EngineCore:
         self.load = self.scheduler.load
         self._count(output, begin)
         return True
+
+    def _with_images(self, output: SchedulerOutput) -> SchedulerOutput:
+        """A step whose images are encoded: without requests of which one cannot be, which fail.
+
+        All tokens of these are their prompts'.
+        """
+        failed = self.runner.encode_images(output)
+        if not failed:
+            return output
+        left = tuple(one for one in output.segments if one.request not in failed)
+        lost = output.num_tokens - sum(segment.length for segment in left)
+        if not left:
+            self.scheduler.kv.put_back(output.kv_operations)
+        for number, error in failed.items():
+            state = self._processors[number].state
+            state.fail(reported(error))
+            self.scheduler.retire(state)
+        self._tell_ended()
+        return replace(output, segments=left, prompt_tokens=output.prompt_tokens - lost)
 
     def _accept(self, output: SchedulerOutput, logits: torch.Tensor) -> list[OutputProcessor]:
         """Let each request of a step have its row of logits.
@@ -330,8 +353,11 @@ class EngineCore:
         """The logits of a step that is no request's, which stay valid."""
         begin, tokens = time.perf_counter(), output.num_tokens
         output = replace(output, kv_operations=self.scheduler.kv.take())
+        viewer = None
+        if not is_prompt:  # as in requests' steps, so that these are captured once
+            output, viewer = self.speculator.with_viewer(output, None)
         try:
-            return self.runner.run(output).clone()
+            return self.runner.run(output, viewer).clone()
         finally:
             self.steps += 1
             cost = self.runner.meter.lap(time.perf_counter() - begin)

@@ -75,6 +75,21 @@ class ImageStore:
                     self._features[key] = found
         return found
 
+    def encode(self, output: SchedulerOutput, weights: Weights) -> dict[int, Exception]:
+        """Encode what `output` needs.  By request, why its images cannot be."""
+        errors: dict[str, Exception] = {}
+        failed: dict[int, Exception] = {}
+        for segment in output.segments:
+            for span in segment.images:
+                if span.key not in errors:
+                    try:
+                        self.features(span.key, weights)
+                    except Exception as error:  # of the disk, or of a model's own code
+                        errors[span.key] = error
+                if span.key in errors:
+                    failed.setdefault(segment.request, errors[span.key])
+        return failed
+
     def fill(self, step: Step, output: SchedulerOutput, weights: Weights) -> Step:
         """`step` with features of the images that tokens of `output` stand for.  Encodes these."""
         rows: list[torch.Tensor] = []

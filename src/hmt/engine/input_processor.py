@@ -41,16 +41,20 @@ class InputProcessor:
         """The longest that prompt and answer may be together."""
         return min(self._prepared.model.spec.max_context, self._capacity_tokens)
 
-    def process(self, request: Request, listener: TokenListener) -> OutputProcessor:
-        """What runs a request, and tells `listener`.  Raises RequestError where it never can."""
+    def process(
+        self, request: Request, listener: TokenListener, first: OutputProcessor | None = None
+    ) -> OutputProcessor:
+        """What runs a request, and tells `listener`.  Raises RequestError where it never can.
+
+        first   of another answer to the same prompt: what was made of this one
+        """
         if not isinstance(request, Request):
             raise RequestError(
                 f"a request is an hmt.Request, not {type(request).__name__}: "
                 "hmt.Request(input=..., max_new_tokens=...)"
             )
         self.check_images(len(request.images))
-        tokens = self._prompt_tokens(request)
-        shown, hold = self._images_of(request, tokens)
+        shown, hold = self._prompt(request) if first is None else _prompt_of(first.state)
         tokens = shown.tokens
         sampler = SamplerState(request.sampling, tokens)
         if request.prompt_logprobs is not None:
@@ -92,20 +96,27 @@ class InputProcessor:
             images=shown.images,
             image_hold=hold,
             axes=shown.positions,
+            blocks=shown.blocks,
         )
 
     def check_images(self, count: int) -> None:
         """Raise RequestError where the model can see none of `count` images."""
-        spec = self._prepared.model.spec
-        if count and self._images is None:
-            why = [remark for remark in spec.remarks if remark.startswith("images")]
-            raise RequestError(
-                f"{count} images were given, and this {spec.architecture} reads text only"
-                f"{': ' if why else ''}{'; '.join(why)}"
-            )
+        if count and (why := self.images_refused):
+            raise RequestError(f"{count} images were given, and {why}")
 
-    def _images_of(self, request: Request, tokens: list[int]) -> tuple[ImagePrompt, object]:
+    @property
+    def images_refused(self) -> str:
+        """Why the model sees no images; empty where it does."""
+        if self._images is not None:
+            return ""
+        spec = self._prepared.model.spec
+        why = [remark for remark in spec.remarks if remark.startswith("images")]
+        told = f"this {spec.architecture} reads text only"
+        return f"{told}: {'; '.join(why)}" if why else told
+
+    def _prompt(self, request: Request) -> tuple[ImagePrompt, object]:
         """The prompt with its images, and what keeps these.  Raises RequestError, BudgetError."""
+        tokens = self._prompt_tokens(request)
         encoder = self._prepared.model.encoder
         if not request.images or self._images is None or encoder is None:
             return ImagePrompt(tokens, ()), None
@@ -149,3 +160,8 @@ class InputProcessor:
             tokens = list(request.input)
         check_tokens(tokens, self._prepared.model.spec.vocab_size)
         return tokens
+
+
+def _prompt_of(state: SequenceState) -> tuple[ImagePrompt, object]:
+    """The prompt of a sequence that has not begun."""
+    return ImagePrompt(list(state.tokens), state.images, state.axes), state.image_hold

@@ -1,7 +1,6 @@
 """The model runner: from what the scheduler emits to logits."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -64,10 +63,17 @@ class ModelRunner:
         `kv_operations` say.  `viewer` is shown its scored and its pooled rows; `inputs` are
         those of a Step.  Raises what `Executor.run` raises; then `abandon` ends what it left open.
         """
-        step = Step.build(output.segments, output.logit_rows)
+        step = Step.build(output.segments, output.logit_rows, inputs)
         if self._images is not None:
             step = self._images.fill(step, output, self._host_weights)
-        return self.executor.run(step if inputs is None else replace(step, inputs=inputs), viewer)
+        return self.executor.run(step, viewer)
+
+    def encode_images(self, output: SchedulerOutput) -> dict[int, Exception]:
+        """Encode images of a step before it is run.  By request, why its images cannot be."""
+        failed = {} if self._images is None else self._images.encode(output, self._host_weights)
+        if failed:
+            self.abandon()
+        return failed
 
     @property
     def logit_stats(self) -> Sequence[LogitStats]:

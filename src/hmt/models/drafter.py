@@ -3,11 +3,13 @@
 from collections.abc import Collection
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec
 from hmt.contracts.model import ModelSpec
+from hmt.contracts.step import Step
 from hmt.contracts.store import Weights
 from hmt.models.decoder import Decoder
 from hmt.models.forwarding import ForwardingModel
@@ -27,18 +29,21 @@ class Drafter(ForwardingModel[Decoder]):
     def __init__(self, base: Decoder, spec: ModelSpec, borrows: Collection[BlockKind] = ()) -> None:
         """`base` is changed: it has the blocks of `spec` from now on, but for what is borrowed."""
         self._lender: Weights | None = None
+        self._head_device: torch.device | None = None
         self.borrows = frozenset(borrows)
         own = (self._own(block) for block in spec.blocks)
         blocks = tuple(block for block in own if block.params)
         base.spec = replace(spec, blocks=blocks)
         super().__init__(base, base.spec)
 
-    def borrow(self, weights: Weights) -> None:
+    def borrow(self, weights: Weights, head_device: torch.device | None = None) -> None:
         """Compute with these, of the model that verifies, where something is borrowed of it.
 
         For the same thread; they must stay open for as long as this model computes.
+
+        head_device   where the output layer is, if this model may compute elsewhere
         """
-        self._lender = weights
+        self._lender, self._head_device = weights, head_device
 
     def _own(self, block: BlockSpec) -> BlockSpec:
         """What of a block is not borrowed: of the head the norm in front of it."""
@@ -46,12 +51,12 @@ class Drafter(ForwardingModel[Decoder]):
             return block
         return replace(block, params=tuple(p for p in block.params if p.name != "weight"))
 
-    def _with_table(self, weights: Weights) -> Weights:
-        """The weights that have the embedding."""
-        if BlockKind.EMBEDDING not in self.borrows:
-            return weights
-        assert self._lender is not None
-        return self._lender
+    def _tokens(self, step: Step, weights: Weights, where: torch.device) -> Tensor:
+        """Embeddings of the step's tokens, brought to where this model computes."""
+        if BlockKind.EMBEDDING in self.borrows:
+            assert self._lender is not None
+            weights = self._lender
+        return self._base.embed(step, weights).to(where)
 
     @override
     def head(self, hidden: Tensor, weights: Weights) -> Tensor:
@@ -60,4 +65,5 @@ class Drafter(ForwardingModel[Decoder]):
         assert self._lender is not None
         with weights.lease(_HEAD) as params:
             normed = self._base.final_norm(hidden, params)
-        return self._base.logits_of(normed, self._lender)
+        there = normed if self._head_device is None else normed.to(self._head_device)
+        return self._base.logits_of(there, self._lender)

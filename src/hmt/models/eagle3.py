@@ -99,10 +99,11 @@ class Eagle3(Drafter):
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """Embeddings beside hidden states: [tokens, 2 * hidden_size]."""
         assert step.inputs is not None, "a step without hidden states"
-        tokens = self._base.embed(step, self._with_table(weights))
-        hidden = step.inputs.to(tokens.device, tokens.dtype)
-        if hidden.shape[1] == self._all_norm.width:
-            with weights.lease(_FIRST) as params:
+        with weights.lease(_FIRST) as params:
+            where = params["hidden_norm"].data.device
+            tokens = self._tokens(step, weights, where)
+            hidden = step.inputs.to(where, tokens.dtype)
+            if hidden.shape[1] == self._all_norm.width:
                 if self._options.input_norm:
                     hidden = self._all_norm(hidden, params["input_norm"])
                 if self._options.each_norm:

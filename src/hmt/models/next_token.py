@@ -95,9 +95,10 @@ class NextTokenModel(Drafter):
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
         assert step.inputs is not None, "a step without hidden states"
-        tokens = self._base.embed(step, self._with_table(weights))
-        hidden = step.inputs.to(tokens.device, tokens.dtype)
         with weights.lease(_FIRST) as params:
+            where = params["token_norm"].data.device
+            tokens = self._tokens(step, weights, where)
+            hidden = step.inputs.to(where, tokens.dtype)
             parts = (
                 self._norm(tokens, params["token_norm"]),
                 self._norm(hidden, params["hidden_norm"]),

@@ -11,15 +11,16 @@ from PIL import GifImagePlugin, Image, ImageOps, JpegImagePlugin, PngImagePlugin
 
 from hmt.sandbox.refusal import Refusal
 
-_FORMATS: Final = tuple(
-    plugin.format
-    for plugin in (
+# What opens each.  Pillow's own opener of JPEG may hand files on to others of its plugins.
+_OPENERS: Final = {
+    opener.format: opener
+    for opener in (
         GifImagePlugin.GifImageFile,
         JpegImagePlugin.JpegImageFile,
         PngImagePlugin.PngImageFile,
         WebPImagePlugin.WebPImageFile,
     )
-)
+}
 
 
 class Images:
@@ -28,8 +29,14 @@ class Images:
     def __init__(self, settings: dict[str, Any], blob: bytes) -> None:
         """`settings` has "most_pixels", that an image may have."""
         self._most_pixels: int = settings["most_pixels"]
-        warnings.simplefilter("ignore")  # of bombs, which `_open` refuses
-        Image.init()
+        Image.MAX_IMAGE_PIXELS = self._most_pixels  # above twice as many, `open` itself refuses
+        warnings.simplefilter("ignore")  # of fewer, which `handle` refuses
+        Image.preinit()
+        for name in set(Image.ID) - _OPENERS.keys():
+            Image.ID.remove(name)
+            del Image.OPEN[name]
+        for name, opener in _OPENERS.items():
+            Image.OPEN[name] = opener, Image.OPEN[name][1]
 
     def handle(self, message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
         """{"decodes": false}: the answer has "width" and "height" of the image in `blob`.
@@ -40,16 +47,25 @@ class Images:
         "format", for what is none of the four or damaged, and "pixels".
         """
         try:
-            with Image.open(io.BytesIO(blob), formats=_FORMATS) as image:
+            with Image.open(io.BytesIO(blob), formats=tuple(_OPENERS)) as image:
                 width, height = image.size
                 if width * height > self._most_pixels:
                     raise Refusal("pixels", "", width=width, height=height)
                 if not message["decodes"]:
                     return {"width": width, "height": height}, b""
-                turned = ImageOps.exif_transpose(image).convert("RGB")
+                turned = _in_bytes(ImageOps.exif_transpose(image)).convert("RGB")
                 size = {"width": turned.width, "height": turned.height}
                 return size, turned.tobytes()
         except (Refusal, MemoryError):
             raise
+        except Image.DecompressionBombError as error:
+            raise Refusal("pixels", "") from error
         except Exception as error:  # of decoders: OSError, SyntaxError, struct.error, ...
             raise Refusal("format", "") from error
+
+
+def _in_bytes(image: Image.Image) -> Image.Image:
+    """Gray of 16 bits as gray of 8, whose upper ones `convert` would make white."""
+    if not image.mode.startswith("I;16"):
+        return image
+    return image.point(lambda value: value * (1 / 256)).convert("L")

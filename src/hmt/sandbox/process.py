@@ -47,7 +47,14 @@ class Refused(Exception):
 
 
 class Ended(Exception):
-    """A request ended its worker.  Its text says by which limit, as the end of a sentence."""
+    """A request ended its worker.  Its text says by which limit, as the end of a sentence.
+
+    killed   by no limit of ours: from outside, mostly where the machine has no memory left
+    """
+
+    def __init__(self, why: str, *, killed: bool = False) -> None:
+        super().__init__(why)
+        self.killed = killed
 
 
 class Lost(Exception):
@@ -301,7 +308,8 @@ class Worker:
             asked = list(self._asked)
             self._link.close()
         why = self._given_up or ("" if status is None else _reason(status, self._limits))
-        errors = [Ended(why) if why else Lost()] if asked else []
+        killed = status == -signal.SIGKILL and not self._given_up
+        errors = [Ended(why, killed=killed) if why else Lost()] if asked else []
         for future, error in zip(asked, errors + [Lost()] * len(asked), strict=False):
             future.set_exception(error)
 

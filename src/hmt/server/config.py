@@ -2,13 +2,16 @@
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, field
+from typing import Final
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import MIB
 from hmt.server.keys import KeyRing
 
 MOST_SHUTDOWN_S = 86400  # a day
+_IMAGE_HOST: Final = re.compile(r"[\w.-]+(:\d{1,5})?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class ServerConfig:
     write_timeout_s    after which a client that reads nothing of its answer is cut off
     shutdown_s         that answers under way have to end once the server is told to stop
     origins            of web pages that may use it (CORS); none when empty
+    image_hosts        "HOST" or "HOST:PORT" from which images are fetched; none when empty
     log_requests       write a line of JSON to stderr for each response, without what was said
     chat_template      Jinja by which the model's chats are written; None: as its files say
     max_connections    at once; more are refused
@@ -51,6 +55,7 @@ class ServerConfig:
     write_timeout_s: float = 30.0
     shutdown_s: float = 30.0
     origins: tuple[str, ...] = ()
+    image_hosts: tuple[str, ...] = ()
     log_requests: bool = False
     chat_template: str | None = None
     max_connections: int = 1024
@@ -75,6 +80,12 @@ class ServerConfig:
             raise ConfigError(
                 f"shutdown_s is {self.shutdown_s}; give 0 to {MOST_SHUTDOWN_S} seconds"
             )
+        for host in self.image_hosts:
+            if not _IMAGE_HOST.fullmatch(host):
+                raise ConfigError(
+                    f"images cannot be allowed from {host!r}: give a host, or HOST:PORT, without "
+                    "https:// and without a path"
+                )
         if not self.is_local and not self.keys and not self.public:
             raise ConfigError(
                 f"{self.host} can be reached from other machines, and there is no API key: give "

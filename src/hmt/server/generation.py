@@ -107,9 +107,12 @@ class Generation:
         requests: Callable[[], Sequence[Request]],
         answers: int,
         timeout_s: float,
+        *,
+        images: bool = False,
     ) -> None:
         """Have the engine begin so many answers in all, to what `requests` makes on a thread.
 
+        images   whether any of them has some
         Raises ApiError: 429 at once where there is no room, 400 for requests that cannot be.
         """
         self.limit.enter(answers)
@@ -134,7 +137,7 @@ class Generation:
                 self.choices += map(ChoiceState, tickets)
 
         # Long texts take their time to become tokens; the loop is for everybody.
-        submitting = asyncio.create_task(off_loop(submit))
+        submitting = asyncio.create_task(off_loop(submit, images=images))
         ended = asyncio.create_task(self._ended.wait())
         try:
             await asyncio.wait({submitting, ended}, return_when=asyncio.FIRST_COMPLETED)

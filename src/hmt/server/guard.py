@@ -77,7 +77,14 @@ class Guard:
             await error.response(scope["path"])(scope, receive, identified)
         else:
             state = scope["state"]
-            CLIENT.set(Client(held.bytes, state.get("cut", lambda: None), state))
+            CLIENT.set(
+                Client(
+                    held.bytes,
+                    state.get("cut", lambda: None),
+                    state,
+                    lambda more: self._hold(held, more),
+                )
+            )
             await self._app(scope, body, identified)
         finally:
             self._bodies_bytes -= held.bytes
@@ -141,8 +148,6 @@ class Guard:
                         break
                     came = message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) + len(came) > most:
-                        raise _too_large(most)
                     self._hold(held, len(came))
                     body += came
         except TimeoutError:
@@ -162,7 +167,9 @@ class Guard:
         return replay
 
     def _hold(self, held: "_Held", more: int) -> None:
-        """Count so many bytes more of one body.  Raises ApiError where all have too many."""
+        """Count so many bytes more of one body.  Raises ApiError where it, or all have too many."""
+        if held.bytes + more > self._config.max_body_bytes:
+            raise _too_large(self._config.max_body_bytes)
         most = max(_BODIES_BYTES, 2 * self._config.max_body_bytes)
         if held.bytes + more > _SMALL_BODY and self._bodies_bytes + more > most:
             raise ApiError(
@@ -213,6 +220,7 @@ def _is_preflight(scope: Scope, headers: Headers) -> bool:
 def _too_large(most: int) -> ApiError:
     return ApiError(
         413,
-        f"the body is larger than the {most} bytes that this server takes",
+        f"the body, with images that are fetched for it, is larger than the {most} bytes that this "
+        "server takes",
         code="body_too_large",
     )

@@ -1,8 +1,9 @@
-"""Images that come in a request: data URLs and base64.  The server fetches nothing."""
+"""Images that come in a request: data URLs and base64; those of other hosts stay URLs."""
 
 import base64
 import binascii
 import re
+from dataclasses import dataclass
 from typing import Any, Final
 
 from hmt.server.fields import wrong
@@ -12,16 +13,19 @@ _DATA_URL: Final = re.compile(r"data:(?P<type>[\w.+/-]*)(;[\w=.-]+)*;base64,", r
 _TYPES: Final = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "")
 
 
-def file_of_url(url: str, param: str) -> bytes:
+@dataclass(frozen=True, slots=True)
+class RemoteImage:
+    """An image of another host, which `image_fetching` may fetch.  url: of http or https."""
+
+    url: str
+
+
+def file_of_url(url: str, param: str) -> bytes | RemoteImage:
     """The file in a data URL.  Raises an error of pydantic's that names `param`."""
     found = _DATA_URL.match(url)
     if found is None:
-        if url.lower().startswith(("http:", "https:")):
-            raise wrong(
-                param,
-                "images are not fetched from other hosts, since a request could then reach what "
-                "only this server can: send the image itself, as data:image/png;base64,...",
-            )
+        if url.lower().startswith(("http://", "https://")):
+            return RemoteImage(url)
         raise wrong(param, "it must be a data URL: data:image/png;base64,...")
     return file_of_base64(url[found.end() :], found["type"], param)
 

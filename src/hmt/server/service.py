@@ -1,11 +1,12 @@
 """The model that is served, and how requests to it begin."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from fastapi import Request as HttpRequest
+from starlette.types import Receive
 
 from hmt.base.errors import HMTError
 from hmt.contracts.request import Request
@@ -14,6 +15,9 @@ from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.config import ServerConfig
 from hmt.server.errors import ApiError, as_api_error
 from hmt.server.generation import Generation, Observer
+from hmt.server.image_fetching import ImageFetcher
+from hmt.server.images import RemoteImage
+from hmt.server.stream import unless_gone
 
 if TYPE_CHECKING:
     from hmt.server.page.snapshot_cache import SnapshotCache
@@ -48,11 +52,31 @@ class Service:
     observer: Observer
     watch: "SnapshotCache"
     created: int = field(default_factory=lambda: int(time.time()))
+    fetcher: ImageFetcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fetcher = ImageFetcher(self.config.image_hosts)
 
     @property
     def max_positions(self) -> int:
         """The longest that prompt and answer may be together."""
         return self.model.max_positions
+
+    async def files_of(
+        self, images: Sequence[bytes | RemoteImage], receive: Receive
+    ) -> tuple[bytes, ...]:
+        """The files of a request's images; those of other hosts are fetched.
+
+        Raises ApiError; ClientGone once the client goes, as `receive` tells.
+        """
+        here = tuple(image for image in images if isinstance(image, bytes))
+        if len(here) == len(images):
+            return here
+        try:
+            self.model.check_images(len(images))
+        except HMTError as error:
+            raise as_api_error(error, "messages") from error
+        return await unless_gone(receive, self.fetcher.files(images))
 
     async def begin(
         self, request: ApiRequest, prompts: Callable[[], list[list[int]]], count: int, param: str
@@ -87,9 +111,9 @@ class Service:
             self._check_form(request)
             return [self._request(request, tokens) for tokens in prompts()]
 
-        await generation.begin(
-            self.model, requests, count * request.answers, self._timeout_s(request)
-        )
+        answers, images = count * request.answers, bool(request.images)
+        timeout_s = self._timeout_s(request)
+        await generation.begin(self.model, requests, answers, timeout_s, images=images)
         return generation
 
     def _check_form(self, request: ApiRequest) -> None:

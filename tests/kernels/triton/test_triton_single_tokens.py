@@ -29,6 +29,7 @@ from hmt.kernels.triton.single_tokens import single_tokens
 BLOCKS = [Encoding.Q4_K, Encoding.Q6_K, Encoding.Q8_0]
 KINDS = [
     (Encoding.F16, {}),
+    *([] if interpreted() else [(Encoding.BF16, {})]),
     (Encoding.F32, {}),
     (Encoding.FP8_BLOCK, {"tile": (32, 64)}),
     (Encoding.INT4_GROUP, {}),
@@ -82,7 +83,14 @@ def test_products(device, kind, options):
         assert torch.equal(together, torch.cat(alone))
 
 
-@pytest.mark.parametrize(("kind", "options"), KINDS)
+# One format of each kind of kernel: test_products has all.
+LAYERS = [(Encoding.F16, {}), (Encoding.INT4_GROUP, {}), KINDS[8], (Encoding.Q6_K, KINDS[-1][1])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [pytest.param(*one, marks=[] if one in LAYERS else [pytest.mark.whole]) for one in KINDS],
+)
 def test_layers(device, kind, options):
     sizes = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}
     sizes |= {"q_proj": (64, WIDTH), "k_proj": (32, WIDTH), "v_proj": (32, WIDTH)}

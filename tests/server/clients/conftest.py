@@ -1,14 +1,11 @@
 """A server on a socket, and what its clients find around them."""
 
 import os
-import socket
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-import uvicorn
 from answering import Served, replying, said_to
+from listening import listening
 from serving import app_on, tooled_model
 
 import hmt
@@ -17,24 +14,10 @@ import hmt
 @pytest.fixture(scope="module")  # not longer: it replaces every sampler of this process
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tooled_model(tmp_path_factory.mktemp("models") / "tools", "<tool_call>")
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
     with hmt.Engine(host_memory="96MiB", context=4096, max_batch=4) as engine:
         model = engine.load_model(folder)
-        config = uvicorn.Config(app_on(model, max_waiting=64), log_level="warning", ws="none")
-        server = uvicorn.Server(config)
-        with replying(model, said_to):
-            thread = threading.Thread(target=server.run, args=([listening],))
-            thread.start()
-            try:
-                while not server.started and thread.is_alive():
-                    time.sleep(0.02)
-                yield Served(url, "tools", str(folder))
-            finally:
-                server.should_exit = True
-                thread.join(30)
-                listening.close()
+        with replying(model, said_to), listening(app_on(model, max_waiting=64)) as url:
+            yield Served(url, "tools", str(folder))
 
 
 @pytest.fixture(scope="session")

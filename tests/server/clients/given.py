@@ -37,4 +37,5 @@ class Weather(BaseModel):
 
 
 WEATHER = Weather(place=Place(city="Rome"), days=2)
+WHAT = "What is in this image?"
 FORECAST = "Give the weather in Rome as data."  # is answered by WEATHER, in whatever form is asked

@@ -1,5 +1,6 @@
 """The attacks, on servers of this suite: beside each, /health, memory and a client are watched."""
 
+import base64
 import contextlib
 import os
 import re
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import on_bodies
@@ -18,9 +20,11 @@ import on_forms
 import on_keys
 import pytest
 from beside import MIB, SPARE_BYTES, Guardian
+from hostile_images import Hostile, hostile_images
 from pending import PENDING
 from serving import tooled_model
-from target import CHAT, TEXT, Failure, Target, eventually, require
+from target import CHAT, TEXT, Answer, Failure, Target, borne, eventually, refused, require
+from vision_models import publish, vision_model
 
 KEYS = ("alice-key-0123456789", "bob-key-0123456789")
 BUDGET = 256 * MIB
@@ -179,6 +183,49 @@ def inside(target: Target) -> int:
     """Answers under way."""
     state = target.get("/v1/hmt/state").json
     return int(state["requests"]["inside"])
+
+
+def show(target: Target, image: Hostile) -> None:
+    """Ask about an image, as clients of either API do."""
+    data = base64.b64encode(image.data).decode()
+    source = {"type": "base64", "media_type": "image/png", "data": data}
+    for path, part in (
+        (CHAT, {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}),
+        ("/v1/messages", {"type": "image", "source": source}),
+    ):
+        message = {"role": "user", "content": [{"type": "text", "text": "What?"}, part]}
+        answer = target.post(path, {**target.chat(max_tokens=2), "messages": [message]})
+        (borne if image.fine else accepted)(answer, image.name)
+
+
+def accepted(answer: Answer, what: str) -> None:
+    """Raise Failure unless it was answered, or refused as wrong or as too much for now."""
+    if answer.status not in (200, 429, 503):
+        refused(answer, what)
+        require("internal" not in answer.text, f"{what}: {answer.text}")
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.whole)])
+def test_a_server_that_sees_bears_hostile_images(
+    count: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("seeing")
+    publish(vision_model("qwen3_vl"), folder / "model")
+    victim = Victim(folder, "--context", "512", model=folder / "model")
+    try:
+        guardian = Guardian(victim.target, BUDGET + SPARE_BYTES)
+        before = len(victim.text())
+        try:
+            with guardian.watching(), ThreadPoolExecutor(3) as pool:
+                shown = [pool.submit(show, victim.target, one) for one in hostile_images(count, 11)]
+                for one in shown:
+                    one.result()
+        finally:
+            guardian.close()
+        said = victim.text()[before:]
+        assert "Traceback" not in said and len(said) < 10_000, said[-2000:]
+    finally:
+        victim.end()
 
 
 def test_the_prefix_cache_is_there_to_be_attacked(victim: Victim) -> None:

@@ -269,7 +269,7 @@ class OverlappedExecutor(Executor):
         self._stages.begin()
         self.surveys = ()
         if self.graphs is not None and (step.axes is None and step.image_rows is None):
-            logits = self.graphs(step)
+            logits = self.graphs(step, viewer)
             self.has_captured = self.graphs.has_captured
             if logits is not None:
                 self.surveys = self.graphs.surveys

@@ -138,18 +138,23 @@ def allocate_on(
 
 
 def allocate_draft(
-    loop: EngineThread, draft: PreparedDraft, ledger: Ledger, tracer: Tracer, memory: Memory
+    loop: EngineThread,
+    draft: PreparedDraft,
+    ledger: Ledger,
+    tracer: Tracer,
+    memory: Memory,
+    devices: Sequence[Device],
 ) -> None:
     """Load a small model beside the one that has `memory`, which holds it from now on.
 
     Where that fails, `memory` is closed and the loop ends.
     """
     try:
-        own = allocate_on(loop, draft.prepared, draft.config, ledger, tracer, None, ())
+        own = allocate_on(loop, draft.prepared, draft.config, ledger, tracer, None, devices)
     except BaseException:
         memory.close()
         raise
-    memory.draft = LoadedDraft(draft.prepared, draft.config, own, draft.inputs)
+    memory.draft = LoadedDraft(draft.prepared, draft.config, draft.inputs, draft.remark, memory=own)
 
 
 def _leave_to_torch(activations: Account, stack: ExitStack) -> None:

@@ -1,78 +1,173 @@
-"""Loading's part for speculation: the small draft model, in a share of the budget."""
+"""Loading's part for speculation: the small draft model, in a share of the budgets."""
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockKind
+from hmt.contracts.model import Model
+from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.demand import dtype_for
-from hmt.engine.loading.drafter import drafter_kind, prepare_drafter
+from hmt.engine.loading.demand import dtype_for, is_gpu
+from hmt.engine.loading.drafter import drafter_kind, open_drafter
 from hmt.engine.loading.prepare import (
     DraftInputs,
     Prepared,
     PreparedDraft,
+    open_parts,
     prepare,
     prepare_model,
 )
-from hmt.engine.loading.source import open_source
+from hmt.engine.loading.source import Source, open_source
 from hmt.formats import located
+from hmt.memory.device import Device
 from hmt.models import open_predictor
+from hmt.models.drafter import Drafter
 from hmt.text import Tokenizer
 from hmt.weights import named
 
-# Captured steps do not show hidden states, and others have other bits there.
-_ON_CPU: Final = (
-    "what drafts from hidden states does so for models on CPUs only: leave --speculate out, choose "
-    "a smaller model with draft=PATH, or run without a GPU"
-)
-_SHARE: Final = 4  # of the budget, a draft model may have one of so many parts
+_SHARE: Final = 4  # of each budget, a draft model may have one of so many parts
 _KEPT: Final = (
     "host_memory_bytes", "quantization", "dtype", "activations", "executor", "context",
     "max_prefill_tokens", "max_batch", "threads", "numa", "disk_reader", "disk_depth",
     "disk_chunk_bytes", "verify_reads", "check_weights", "spill_dir", "expert_cache_policy",
 )  # fmt: skip
+# What a device need not hold for a model to compute there in captured steps.
+_OUTSIDE: Final = (BlockKind.EMBEDDING, BlockKind.VISION)
 
 
-def prepare_draft(
-    path: Path, config: EngineConfig, host_bytes: int, *, on_device: bool
-) -> PreparedDraft | None:
-    """The draft model of the one in `path`; None: none was asked for.
+class _Opened(NamedTuple):
+    """A draft model that was not planned for; `inputs` as in PreparedDraft."""
 
-    host_bytes   that are left for both
-    on_device    whether layers of the other one may be on a device
+    source: Source
+    model: Model
+    inputs: DraftInputs | None = None
 
-    Raises ConfigError where there is none or it does not suit, else as `prepare`.
+
+def prepare_both(
+    path: Path, config: EngineConfig, host_bytes: int, device: Device | None, device_bytes: int
+) -> tuple[Prepared, PreparedDraft | None]:
+    """The model in `path`, and the one that drafts for it; None: none was asked for.
+
+    host_bytes, device_bytes   that are left for both
+
+    The draft model computes on the device where its share holds all of it, and the other model's
+    output layer is there if it uses that.  Raises ConfigError where there is none or it does not
+    suit, else as `prepare`.
     """
-    kept = {name: getattr(config, name) for name in _KEPT}
-    defaults = {field.name: field.default for field in fields(EngineConfig)}
-    own = replace(config, **{**defaults, **kept, "speculate": "off"})
-    way, _, folder = config.speculate.partition("=")
+    if device is not None and device_bytes and config.speculate.startswith(("mtp", "draft")):
+        _check_verifies(path, config)
+    opened, own = _open(path, config, on_gpu=is_gpu(device)), _options(config)
+
+    def verifying(draft: PreparedDraft | None) -> Prepared:
+        host, there = (0, 0) if draft is None else (draft.host_bytes, draft.device_bytes)
+        return prepare(path, config, host_bytes - host, device, device_bytes - there)
+
+    if opened is None:
+        return verifying(None), None
+    remark = ""
+    if device is not None and device_bytes:
+        share = device_bytes // _SHARE
+        there = _placed(opened, own, host_bytes, device, share)
+        if there is None:
+            why = f"1/{_SHARE} of the GPU budget, {format_bytes(share)}, does not hold all of it"
+        else:
+            try:
+                whole = verifying(there)
+                why = _obstacle(whole, there)
+                if not why and not _is_all_there(whole) and _is_all_there(verifying(None)):
+                    why = "the model that verifies is all on the GPU without it only"
+                if not why:
+                    return whole, there
+            except BudgetError:
+                why = "the model that verifies would not fit beside it"
+        remark = f"the draft model computes on the CPU: {why}"
+        if not isinstance(opened.model, Drafter):  # which shares its dtype with the other model
+            opened = _open(path, config, on_gpu=False) or opened
     try:
-        if way == "mtp":
-            if on_device:
-                raise ConfigError(_ON_CPU)
-            predictor = _prepare_predictor(path, own, host_bytes // _SHARE)
-            return PreparedDraft(predictor, own, DraftInputs("mtp"))
-        if way == "draft":
-            source = open_source(located(folder))
-            if (kind := drafter_kind(source.checkpoint)) is not None:
-                if on_device:
-                    raise ConfigError(_ON_CPU)
-                return prepare_drafter(kind, path, source, own, host_bytes // _SHARE)
-            return PreparedDraft(_prepare_model(path, folder, own, host_bytes // _SHARE), own)
+        prepared = prepare_model(opened.source, opened.model, own, host_bytes // _SHARE)
     except BudgetError as error:
         raise BudgetError(
             f"a draft model (speculate={config.speculate}) may have 1/{_SHARE} of the "
             f"budget: {error}"
         ) from error
-    return None
+    draft = PreparedDraft(prepared, own, opened.inputs, remark)
+    return verifying(draft), draft
 
 
-def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Prepared:
+def _options(config: EngineConfig) -> EngineConfig:
+    """Of the draft model."""
+    kept = {name: getattr(config, name) for name in _KEPT}
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    return replace(config, **{**defaults, **kept, "speculate": "off"})
+
+
+def _placed(
+    opened: _Opened, config: EngineConfig, host_bytes: int, device: Device, share: int
+) -> PreparedDraft | None:
+    """A draft model with all of it on the device, in a `share` of that; None: it does not fit."""
+    source, model, inputs = opened
+    try:
+        prepared = prepare_model(source, model, config, host_bytes // _SHARE, device, share)
+    except BudgetError:
+        return None
+    return PreparedDraft(prepared, config, inputs) if _is_all_there(prepared) else None
+
+
+def _is_all_there(prepared: Prepared) -> bool:
+    """Whether a device has all that it can compute a model with."""
+    plan = prepared.plan
+    homes = {home for block, home in plan.homes.items() if block.kind not in _OUTSIDE}
+    stages = set(range(prepared.model.spec.layers + 1))
+    return homes == {Tier.DEVICE} and plan.device.stages >= stages
+
+
+def _check_verifies(path: Path, config: EngineConfig) -> None:
+    """Raise ConfigError where steps on a GPU cannot verify draft tokens: see `may_verify`."""
+    spec = open_parts(path, config, on_gpu=False)[1].spec
+    what = "recurrent state" if spec.state_bytes else "n-grams" if spec.token_window else ""
+    if what:
+        raise ConfigError(
+            f"speculate={config.speculate}, but layers of {spec.architecture} have {what}, and "
+            "steps of these verify no draft tokens on a GPU: leave it out, or run without a GPU"
+        )
+
+
+def _obstacle(prepared: Prepared, draft: PreparedDraft) -> str:
+    """Why a draft model on the device is of no use to the one that verifies, for people; or ""."""
+    model = draft.prepared.model
+    borrows = isinstance(model, Drafter) and BlockKind.HEAD in model.borrows
+    if borrows and not has_head_on_device(prepared.plan):
+        return "the output layer that it uses is not on the GPU"
+    # Draft tokens are verified in captured steps.
+    if not prepared.plan.device.stages >= set(range(prepared.model.spec.layers)):
+        return "beside it, attention of some layers would not be on the GPU"
+    return ""
+
+
+def has_head_on_device(plan: Plan) -> bool:
+    """Whether a device has all of a model's output layer."""
+    return all(home is Tier.DEVICE for b, home in plan.homes.items() if b.kind is BlockKind.HEAD)
+
+
+def _open(path: Path, config: EngineConfig, *, on_gpu: bool) -> _Opened | None:
+    """The draft model that `config` asks for; None: it asks for none."""
+    way, _, folder = config.speculate.partition("=")
+    if way == "mtp":
+        return _open_predictor(path, config, on_gpu=on_gpu)
+    if way != "draft":
+        return None
+    source = open_source(located(folder))
+    if (kind := drafter_kind(source.checkpoint)) is not None:
+        return _Opened(*open_drafter(kind, path, source, _options(config), on_gpu=on_gpu))
+    return _open_model(path, folder, config, on_gpu=on_gpu)
+
+
+def _open_predictor(path: Path, config: EngineConfig, *, on_gpu: bool) -> _Opened:
     source = open_source(path)
-    dtype = dtype_for(config, source, on_gpu=False)
+    dtype = dtype_for(config, source, on_gpu=on_gpu)
     borrows = (BlockKind.EMBEDDING, BlockKind.HEAD)
     model = open_predictor(source.config, source.path, dtype, borrows)
     if source.pack is not None:
@@ -90,23 +185,23 @@ def _prepare_predictor(path: Path, config: EngineConfig, host_bytes: int) -> Pre
     whole = open_predictor(source.config, source.path, dtype)
     assert whole is not None
     source = replace(source, checkpoint=named(whole.spec, source.checkpoint).checkpoint)
-    return prepare_model(source, model, config, host_bytes)
+    return _Opened(source, model, DraftInputs("mtp"))
 
 
-def _prepare_model(path: Path, folder: str, config: EngineConfig, host_bytes: int) -> Prepared:
-    draft = prepare(located(folder), config, host_bytes)
-    if draft.model.spec.state_bytes:
+def _open_model(path: Path, folder: str, config: EngineConfig, *, on_gpu: bool) -> _Opened:
+    source, model = open_parts(located(folder), _options(config), on_gpu=on_gpu)
+    if model.spec.state_bytes:
         raise ConfigError(
-            f"speculate=draft={folder}, but layers of {draft.model.spec.architecture} have "
+            f"speculate=draft={folder}, but layers of {model.spec.architecture} have "
             "recurrent state, which does not go back by a token: choose a model with attention only"
         )
-    own, other = open_source(path).tokenizer(), draft.source.tokenizer()
+    own, other = open_source(path).tokenizer(), source.tokenizer()
     if not _alike(own, other):
         raise ConfigError(
             f"speculate=draft={folder}, but its tokens are not those of {path}: choose a smaller "
             "model of the same family"
         )
-    return draft
+    return _Opened(source, model)
 
 
 def _alike(own: Tokenizer, other: Tokenizer) -> bool:

@@ -16,7 +16,7 @@ from hmt.contracts.checkpoint import Checkpoint, Form, TensorRecord
 from hmt.contracts.model import ModelSpec
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.demand import dtype_for
-from hmt.engine.loading.prepare import DraftInputs, PreparedDraft, prepare_model
+from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.loading.source import Source, open_source
 from hmt.models import (
     EAGLE3_ARCHITECTURES,
@@ -26,6 +26,7 @@ from hmt.models import (
     open_model,
 )
 from hmt.models.decoder import Decoder
+from hmt.models.eagle3 import Eagle3
 from hmt.weights import named
 
 _TOKENS: Final = "d2t"  # how far each of the drafter's tokens is from the verifier's
@@ -45,16 +46,14 @@ def drafter_kind(checkpoint: Checkpoint) -> str | None:
     return "eagle3" if said or "midlayer.hidden_norm.weight" in checkpoint.records else None
 
 
-def prepare_drafter(
-    kind: str,
-    path: Path,
-    source: Source,
-    config: EngineConfig,
-    host_bytes: int,
-) -> PreparedDraft:
-    """The drafter in `source` for the model in `path`.
+def open_drafter(
+    kind: str, path: Path, source: Source, config: EngineConfig, *, on_gpu: bool
+) -> tuple[Source, Eagle3, DraftInputs]:
+    """The drafter in `source` for the model in `path`, with what it finds of that one's tensors.
 
     It computes with the bytes of that model's embedding and output layer where it has none.
+
+    on_gpu   whether that model computes on a GPU
 
     Raises ConfigError where it is none that HMT runs or drafts for another model, else as
     `prepare`.
@@ -66,16 +65,16 @@ def prepare_drafter(
             "ordinary models with the same tokenizer"
         )
     verifier = open_source(path)
-    verifying = open_model(verifier.config, path, dtype_for(config, verifier, on_gpu=False))
+    dtype = dtype_for(config, verifier, on_gpu=on_gpu)
+    verifying = open_model(verifier.config, path, dtype)
     spec = verifying.spec
     _check_architecture(source, verifier)
-    dtype = dtype_for(config, source, on_gpu=False)
     borrows = _missing(source.checkpoint) if isinstance(verifying, Decoder) else ()
+    # In the verifier's dtype, since it may compute with that one's weights.
     model = open_eagle3(source.config, folder, dtype, spec, borrows)
     joined = replace(source, checkpoint=_with_verifier(source.checkpoint, verifier, spec))
-    prepared = prepare_model(joined, model, config, host_bytes)
     tokens = _verifier_tokens(source.checkpoint, model.spec.vocab_size, spec.vocab_size)
-    return PreparedDraft(prepared, config, DraftInputs(kind, model.layers, tokens))
+    return joined, model, DraftInputs(kind, model.layers, tokens)
 
 
 def _check_architecture(source: Source, verifier: Source) -> None:

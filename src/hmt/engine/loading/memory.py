@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 from hmt.contracts.kv import KVAccount
 from hmt.contracts.plan import Plan, Tier
-from hmt.engine.config import EngineConfig
 from hmt.engine.experts.trace import TraceWriter
 from hmt.engine.images import ImageStore
 from hmt.engine.loading.device import OnDevice
-from hmt.engine.loading.prepare import DraftInputs, Prepared
+from hmt.engine.loading.prepare import PreparedDraft
 from hmt.engine.run_summary import DeviceAccount, ExpertAccount
 from hmt.kvcache import AnyKV, SplitKVCache, TieredKV
 from hmt.kvcache.prefix import PrefixCache
@@ -64,12 +63,21 @@ class Memory:
         stays = sum(nbytes for b, nbytes in sizes.items() if plan.homes[b] is Tier.DEVICE)
         return DeviceAccount(
             name=self.on_device.device.name,
-            budget_bytes=plan.budgets[Tier.DEVICE],
-            used_bytes={a.purpose: a.used_bytes for a in self.on_device.accounts},
+            budget_bytes=plan.budgets[Tier.DEVICE]
+            + (0 if self.draft is None else self.draft.device_bytes),
+            used_bytes=self._used_on_device(),
             resident_bytes=stays,
             copied_bytes=sum(sizes.values()) - stays,
             experts=self._expert_account(),
         )
+
+    def _used_on_device(self) -> dict[str, int]:
+        """As `used_bytes`, of the device's memory."""
+        assert self.on_device is not None
+        used = {account.purpose: account.used_bytes for account in self.on_device.accounts}
+        if self.draft is not None and (there := self.draft.memory.on_device) is not None:
+            used["draft"] = sum(account.used_bytes for account in there.accounts)
+        return used
 
     def _expert_account(self) -> ExpertAccount | None:
         assert self.on_device is not None
@@ -87,11 +95,8 @@ class Memory:
         self.closing.close()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedDraft:
-    """A loaded draft model, and its options; see PreparedDraft."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDraft(PreparedDraft):
+    """A draft model with its memory."""
 
-    prepared: Prepared
-    config: EngineConfig
     memory: Memory
-    inputs: DraftInputs | None = None

@@ -79,16 +79,23 @@ class PreparedDraft:
     """A draft model that was planned for, and its options.
 
     inputs   None: it computes from tokens alone
+    remark   why it computes on the CPU although there is a GPU; "" where it does not
     """
 
     prepared: Prepared
     config: EngineConfig
     inputs: DraftInputs | None = None
+    remark: str = ""
 
     @property
     def host_bytes(self) -> int:
-        """Of the budget, what it takes."""
+        """Of the host's budget, what it takes."""
         return sum(self.prepared.plan.reserved.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the device's budget; 0: all of it computes on the CPU."""
+        return sum(sum(share.reserved.values()) for share in self.prepared.plan.devices)
 
 
 def prepare(
@@ -103,8 +110,14 @@ def prepare(
     `host_bytes` and `device_bytes` are what is left of the budgets for this model; None: all of the
     host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
+    source, model = open_parts(path, config, on_gpu=is_gpu(device))
+    return prepare_model(source, model, config, host_bytes, device, device_bytes)
+
+
+def open_parts(path: Path, config: EngineConfig, *, on_gpu: bool) -> tuple[Source, Model]:
+    """A checkpoint or pack, and its model.  Raises as `prepare`."""
     source = open_source(path)
-    dtype = dtype_for(config, source, on_gpu=is_gpu(device))
+    dtype = dtype_for(config, source, on_gpu=on_gpu)
     model = open_model(source.config, source.path, dtype)
     if isinstance(model, MixtureOfRecursions):
         model.set_depth(config.depth)
@@ -113,8 +126,7 @@ def prepare(
             f"depth={config.depth}, but {path} is no mixture of recursions: all of its layers are "
             "applied to each token; leave it out"
         )
-    model = with_vision(model, source.config, source.path, source.checkpoint.records)
-    return prepare_model(source, model, config, host_bytes, device, device_bytes)
+    return source, with_vision(model, source.config, source.path, source.checkpoint.records)
 
 
 def prepare_model(

@@ -24,6 +24,10 @@ class KVOperationLog:
         taken, self._log = tuple(self._log), []
         return taken
 
+    def put_back(self, operations: tuple[KVOperation, ...]) -> None:
+        """Let these come first in the next `take`: the step that had them is not run."""
+        self._log[:0] = operations
+
     def open(self, tokens: int, /) -> int:
         """Reserve positions for a new sequence."""
         return self._do("open", tokens)

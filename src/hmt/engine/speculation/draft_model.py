@@ -2,19 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from hmt.base.errors import HMTError
+from hmt.base.log import logger
 from hmt.base.units import round_up
-from hmt.contracts.model import PAGE_TOKENS
+from hmt.contracts.model import MOST_DRAFTS, PAGE_TOKENS
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
+from hmt.kernels import ops
+from hmt.kernels.ops import LogitStats
 from hmt.kvcache import KVAllocator
 
+_FIRST_ID = 16  # lower ones often are marks
+_CAUGHT_UP = 1, 2, 3  # tokens that come behind those of a sequence, mostly
 _AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by
 
 
@@ -43,15 +49,34 @@ class _LastHidden(PromptOutputSource):
         self.row = hidden[-1].clone()
 
 
+class Prediction(NamedTuple):
+    """What a draft model finds of the token behind those that it was given.
+
+    logits   f32 [vocab], valid until the next step
+    stats    of these
+    hidden   f32 [hidden_size], where it drafts from hidden states; else [0]
+    """
+
+    logits: Tensor
+    stats: LogitStats
+    hidden: Tensor
+
+
 class DraftModel:
     """Runs a small model for requests of the large one.  For the engine's thread.
 
     Its KV cache may be too small for a request: then nothing is drafted for that one.
     """
 
-    def __init__(self, runner: ModelRunner, kv: KVAllocator, chunk: int) -> None:
-        """`chunk` tokens at most are computed in a step."""
+    def __init__(
+        self, runner: ModelRunner, kv: KVAllocator, chunk: int, *, captured: bool = False
+    ) -> None:
+        """`chunk` tokens at most are computed in a step.
+
+        captured   whether a device captures its decoding steps
+        """
         self._runner, self._kv, self._chunk = runner, kv, chunk
+        self._captured = captured
         self._sequences: dict[int, _Sequence] = {}
 
     def tokens(self, number: int) -> list[int]:
@@ -68,33 +93,57 @@ class DraftModel:
 
     def feed(
         self, number: int, tokens: Sequence[int], inputs: Tensor | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Compute `tokens` behind those of a request.
+    ) -> Prediction | None:
+        """Compute `tokens` behind those of a request; None where the cache has no room.
 
         inputs   [tokens, hidden_size]: hidden states that come in beside the tokens
 
-        Returns logits f32 [vocab] and, with `inputs`, the hidden state f32 [hidden_size] of the
-        last one; None where the cache has no room.  Raises DiskReadError or NumericsError.
+        Raises DiskReadError or NumericsError.
         """
         held = self._room(number, len(tokens))
         if held is None:
             return None
         last, logits = _LastHidden(), torch.empty(0)
+        # Some tokens behind the prompt are computed as draft tokens are verified: captured.
+        together = self._captured and bool(held.tokens) and len(tokens) <= MOST_DRAFTS
+        together = together and self._runner.verifies(1)
         for first in range(0, len(tokens), self._chunk):
             part = list(tokens[first : first + self._chunk])
+            rows = len(part) if together else int(first + len(part) == len(tokens))
             segment = SegmentRequest(
-                held.kv, len(held.tokens), part, int(first + len(part) == len(tokens)),
-                reserved_tokens=held.reserved, num_pooled=int(inputs is not None),
+                held.kv, len(held.tokens), part, rows, reserved_tokens=held.reserved,
+                num_pooled=0 if inputs is None else max(1, rows),
+                drafts=len(part) - 1 if together else 0,
             )  # fmt: skip
-            rows = None if inputs is None else inputs[first : first + len(part)]
+            given = None if inputs is None else inputs[first : first + len(part)]
             output = SchedulerOutput((segment,))
             try:
-                logits = self._runner.run(output, None if inputs is None else last, rows)
+                logits = self._runner.run(output, None if inputs is None else last, given)
             except HMTError:
                 self._runner.abandon()
                 raise
             held.tokens += part
-        return logits[0], last.row
+        stats = self._runner.logit_stats
+        return Prediction(logits[-1], stats[-1] if stats else ops.logit_stats(logits[-1]), last.row)
+
+    def warm_up(self, prompts: Sequence[int], widths: Sequence[int]) -> None:
+        """Let a GPU compile and capture before the first request: see `execution/warmup.py`.
+
+        prompts   tokens of each
+        widths    of the hidden states that come in, those of the model that verifies first; (): it
+                  computes from tokens alone
+        """
+        try:
+            for tokens in prompts:
+                for count in (tokens, *_CAUGHT_UP):
+                    given = torch.zeros(count, widths[0]) if widths else None
+                    self.feed(0, [_FIRST_ID + n % 3 for n in range(count)], given)
+                if widths and widths[-1] != widths[0]:
+                    self.feed(0, [_FIRST_ID], torch.zeros(1, widths[-1]))
+                self.close(0)
+        except (HMTError, RuntimeError) as error:
+            logger.warning("what a draft model computes first could not be prepared: %s", error)
+            self.close(0)
 
     def close(self, number: int) -> None:
         """A request has ended."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, repeat
+from math import exp
 from typing import Final
 
 import torch
@@ -17,7 +18,7 @@ from typing_extensions import override
 from hmt.base.errors import HMTError
 from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
-from hmt.engine.speculation.draft_model import DraftModel
+from hmt.engine.speculation.draft_model import DraftModel, Prediction
 
 _MOST_PENDING: Final = 64  # hidden states that wait for a step of several
 _BORDERS: Final = (0.3, 0.5, 0.7, 0.85, 0.95)  # of likelihood, between classes
@@ -29,9 +30,13 @@ class DraftModelProposer(Proposer):
     needs_hidden = False
     is_slow = True
 
-    def __init__(self, model: DraftModel, vocab_size: int) -> None:
-        """`vocab_size` of the model that verifies: the other one may have more tokens."""
-        self._model, self._vocab_size = model, vocab_size
+    def __init__(self, model: DraftModel, vocab_size: int, *, branches: bool = True) -> None:
+        """`vocab_size` of the model that verifies: the other one may have more tokens.
+
+        branches   whether steps may verify alternatives
+        """
+        self._model, self._vocab_size, self._branches = model, vocab_size, branches
+        self._agreed: dict[int, int] = {}  # by request: first tokens that the model surely has
 
     @override
     def propose(
@@ -39,13 +44,17 @@ class DraftModelProposer(Proposer):
     ) -> Draft:
         known = self._model.tokens(number)
         # It has computed the last token's predecessors at most, and draft tokens behind these.
-        common = min(len(known), len(tokens) - 1)
-        while known[:common] != list(tokens[:common]):
-            common -= 1
+        end = min(len(known), len(tokens) - 1)
+        common = min(self._agreed.get(number, 0), end)
+        while common < end and known[common] == tokens[common]:
+            common += 1
         self._model.keep(number, common)
         found = self._model.feed(number, tokens[common:])
-        names = repeat("draft")
-        return _decoded(self._model, number, found, names, self._vocab_size, most, worth)
+        self._agreed[number] = common if found is None else len(tokens)
+        return _decoded(
+            self._model, number, found, repeat("draft"), self._vocab_size, most, worth,
+            branches=self._branches,
+        )  # fmt: skip
 
     @override
     def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
@@ -53,6 +62,7 @@ class DraftModelProposer(Proposer):
 
     @override
     def ended(self, number: int) -> None:
+        self._agreed.pop(number, None)
         self._model.close(number)
 
 
@@ -83,8 +93,14 @@ class NextTokenProposer(Proposer):
 
     needs_hidden = is_slow = True
 
-    def __init__(self, model: DraftModel, vocab_size: int, inputs: DraftInputs) -> None:
-        """`vocab_size` of the model that verifies, `inputs` of the one that drafts."""
+    def __init__(
+        self, model: DraftModel, vocab_size: int, inputs: DraftInputs, *, branches: bool = True
+    ) -> None:
+        """`vocab_size` of the model that verifies, `inputs` of the one that drafts.
+
+        branches   whether steps may verify alternatives
+        """
+        self._branches = branches
         self._model, self._vocab_size, self._inputs = model, vocab_size, inputs
         self.layers = inputs.layers
         self._pairs: dict[int, _Pairs] = {}
@@ -107,17 +123,17 @@ class NextTokenProposer(Proposer):
             return Draft()
         found = self._feed(number, pairs, tokens)
         names = (f"{self._inputs.kind} {depth}" for depth in count())
-        tokens_of = self._inputs.tokens
-        return _decoded(self._model, number, found, names, self._vocab_size, most, worth, tokens_of)
+        return _decoded(
+            self._model, number, found, names, self._vocab_size, most, worth, self._inputs.tokens,
+            branches=self._branches,
+        )  # fmt: skip
 
     @override
     def ended(self, number: int) -> None:
         self._pairs.pop(number, None)
         self._model.close(number)
 
-    def _feed(
-        self, number: int, pairs: _Pairs, tokens: Sequence[int]
-    ) -> tuple[Tensor, Tensor] | None:
+    def _feed(self, number: int, pairs: _Pairs, tokens: Sequence[int]) -> Prediction | None:
         """Compute the pairs whose token is known; what comes of the last one, if of any."""
         self._model.keep(number, pairs.fed)
         hidden = torch.cat(pairs.hidden) if pairs.hidden else torch.empty(0, 0)
@@ -182,31 +198,34 @@ class FirstOf(Proposer):
 def _decoded(
     model: DraftModel,
     number: int,
-    found: tuple[Tensor, Tensor] | None,
+    found: Prediction | None,
     names: Iterator[str],
     vocab_size: int,
     most: int,
     worth: Worth,
     tokens_of: Tensor | None = None,
+    *,
+    branches: bool,
 ) -> Draft:
     """Greedy tokens from what `feed` found on, with their own hidden states where it gives any.
 
     names       of the classes of the tokens, which are divided by likelihood
     tokens_of   see DraftInputs.tokens
+    branches    whether to look for alternatives
     """
     chosen, classes = list[int](), list[str]()
     alternatives: tuple[Draft, ...] = ()
-    while found is not None and len(chosen) < most:
-        logits, hidden = found
-        best, name = likeliest(logits, next(names))
-        token = _of_verifier(best, tokens_of)
+    while found is not None and found.stats.finite and len(chosen) < most:
+        name = likeliest(found, next(names))
+        token = _of_verifier(found.stats.best, tokens_of)
         if token >= vocab_size or not worth(name):
             break
-        if not chosen:
-            alternatives = _second(logits, name, vocab_size, tokens_of)
+        if not chosen and branches:
+            alternatives = _second(found.logits, name, vocab_size, tokens_of)
         chosen.append(token)
         classes.append(name)
         if len(chosen) < most:
+            hidden = found.hidden
             found = model.feed(number, [token], hidden[None] if len(hidden) else None)
     return Draft(tuple(chosen), tuple(classes), alternatives)
 
@@ -224,8 +243,7 @@ def _of_verifier(token: int, tokens_of: Tensor | None) -> int:
     return token if tokens_of is None else int(tokens_of[token])
 
 
-def likeliest(logits: Tensor, kind: str) -> tuple[int, str]:
-    """The likeliest token by f32 [vocab] logits, and the class of the draft token."""
-    best = int(logits.argmax())
-    share = float((logits[best] - logits.logsumexp(0)).exp())
-    return best, f"{kind} {sum(share >= border for border in _BORDERS)}"
+def likeliest(found: Prediction, kind: str) -> str:
+    """The class of the likeliest token as a draft token."""
+    share = exp(float(found.logits[found.stats.best]) - found.stats.log_sum_exp)
+    return f"{kind} {sum(share >= border for border in _BORDERS)}"

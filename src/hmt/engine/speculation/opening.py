@@ -11,15 +11,13 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.loading.draft_journal import may_verify
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared
-from hmt.engine.model_runner import ModelRunner
 from hmt.engine.scheduling.sequence import SequenceState
 from hmt.engine.speculation.draft import Proposer
-from hmt.engine.speculation.draft_model import DraftModel
+from hmt.engine.speculation.draft_opening import open_draft_model
 from hmt.engine.speculation.gate import FIRST_COST
-from hmt.engine.speculation.model_proposers import DraftModelProposer, FirstOf, NextTokenProposer
+from hmt.engine.speculation.model_proposers import FirstOf
 from hmt.engine.speculation.prompt_lookup import PromptLookup
 from hmt.engine.speculation.speculator import Speculator
-from hmt.models.drafter import Drafter
 
 # Of a token's experts, those that the token before it did not have: 71% to 79% in the traces of
 # mini-moe (benchmarks/traces).
@@ -41,26 +39,26 @@ def open_speculator(
     """
     if not _can_verify(prepared, config):
         return Speculator(None, scope)
-    proposer: Proposer = PromptLookup()
-    if (draft := memory.draft) is not None:
-        runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
-        chunk = draft.prepared.plan.max_prefill_tokens
-        model = DraftModel(runner, draft.memory.kv.allocator, chunk)
-        if isinstance(draft.prepared.model, Drafter):
-            draft.prepared.model.borrow(memory.weights)
-        own: Proposer = DraftModelProposer(model, prepared.model.spec.vocab_size)
-        if draft.inputs is not None:
-            own = NextTokenProposer(model, prepared.model.spec.vocab_size, draft.inputs)
-        proposer = FirstOf(proposer, own)
     has_state = bool(prepared.model.spec.state_bytes)
     # A fork costs no more than the copy of a page there: elsewhere rings and states are copied as
     # well, pages move to make room, and captured steps have one segment of each request.
     allocator = memory.kv.allocator
     branches = allocator.keeps_all_positions and not allocator.pool.pages_move
     branches = branches and memory.on_device is None
+    proposer: Proposer = PromptLookup()
+    notes: tuple[str, ...] = ()
+    if memory.draft is not None:
+        own, notes = open_draft_model(memory.draft, prepared, memory, tracer, branches=branches)
+        if memory.on_device is not None and not verifies(1):
+            notes += ("nothing is drafted: a GPU verifies draft tokens in captured steps only",)
+        proposer = FirstOf(proposer, own)
     most = prepared.demand.draft_tokens if has_state else MOST_DRAFTS
     first_cost = max(FIRST_COST, _cost_of_experts(prepared))
-    return Speculator(proposer, scope, most, verifies, branches=branches, first_cost=first_cost)
+    speculator = Speculator(
+        proposer, scope, most, verifies, branches=branches, first_cost=first_cost
+    )
+    speculator.notes = notes
+    return speculator
 
 
 def _cost_of_experts(prepared: Prepared) -> float:

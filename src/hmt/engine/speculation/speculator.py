@@ -99,6 +99,8 @@ class Speculator:
         self._hidden.begin()
         if viewer is not None or self._proposer is None or not self._proposer.needs_hidden:
             return output, viewer
+        if not self._verifies(1):  # nothing is drafted, of these neither
+            return output, viewer
         return with_hidden(output), self._hidden
 
     def observe(self, output: SchedulerOutput, state: Callable[[int], SequenceState]) -> None:

@@ -74,6 +74,7 @@ from hmt.formats.gguf.state_space import (
 
 _GELU: Final = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _BIASES: Final = {"attention_bias": query_bias, "mlp_bias": False}
+_QWEN3_EXPERTS: Final = {**EXPERTS, "norm_topk_prob": True}  # as llama.cpp computes it
 
 ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]] = {
     **HYBRIDS,
@@ -418,6 +419,10 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
     "phi3": PHI3,
     "phimoe": PHIMOE,
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    # The language models of those that see: text has the same position on all three axes.
+    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_EXPERTS),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         "qwen2_moe",
@@ -435,11 +440,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
         },
     ),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": Architecture(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        {**EXPERTS, "norm_topk_prob": True},  # as llama.cpp computes it
-    ),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_EXPERTS),
     "seed_oss": Architecture(
         "SeedOssForCausalLM",
         "seed_oss",

@@ -15,7 +15,7 @@ _SAY_NOTHING: Final = re.compile(
     r"vocab_size|context_length|embedding_length_out|pooling_type|tensor_data_layout|"
     r"expert_shared_feed_forward_length|expert_feed_forward_length|feed_forward_length|"
     r"attention\.head_count_kv|attention\.layer_norm(_rms)?_epsilon|decoder_start_token_id|"
-    r"(vision|audio|mm|clip)\..*|"
+    r"(vision|audio|mm|clip)\..*|n_deepstack_layers|"
     r"rope\.(?!(freq_base|dimension_count)_swa).*"
 )
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from hmt.base.errors import ConfigError, MachineError, RequestError, os_reason
+from hmt.base.errors import BudgetError, ConfigError, MachineError, RequestError, os_reason
 from hmt.base.units import format_bytes
 from hmt.contracts.image import ImageInput
 from hmt.sandbox import Ended, Limits, Lost, Refused, Reply, Sandbox, Worker
@@ -38,12 +38,15 @@ class ImageDecoder:
         )
 
     def size(self, image: bytes) -> tuple[int, int]:
-        """Width and height that a file says it has.  Raises RequestError, ConfigError."""
+        """Width and height that a file says it has.  Raises as `pixels`."""
         said = self._asked(image, decodes=False).message
         return int(said["width"]), int(said["height"])
 
     def pixels(self, image: bytes) -> torch.Tensor:
-        """Pixels of a file: uint8 [height, width, 3].  Raises RequestError, ConfigError."""
+        """Pixels of a file: uint8 [height, width, 3].
+
+        Raises RequestError, BudgetError where the process that decodes is killed, ConfigError.
+        """
         reply = self._asked(image, decodes=True)
         shape = int(reply.message["height"]), int(reply.message["width"]), 3
         if len(reply.blob) != shape[0] * shape[1] * 3 or len(reply.blob) > 3 * MOST_PIXELS:
@@ -61,22 +64,26 @@ class ImageDecoder:
                     if self._worker is None or self._worker.ended:
                         self._worker = self._sandbox.fork()
                     return self._worker.call({"decodes": decodes}, image)
-            except Lost:  # the process was killed from outside
-                if not again:
-                    raise RequestError("an image cannot be decoded now: try again") from None
             except Refused as error:
                 raise _refusal(error) from None
-            except Ended as error:
-                raise RequestError(f"an image cannot be decoded: {error}; {_FORMATS}") from None
+            except (Ended, Lost) as error:
+                if isinstance(error, Ended) and not error.killed:
+                    raise RequestError(f"an image cannot be decoded: {error}; {_FORMATS}") from None
+                # The process was killed from outside, maybe while it had nothing to do.
+                if not again:
+                    raise BudgetError(
+                        "an image cannot be decoded now, since the process that decodes was "
+                        "killed twice, as systems do without memory: try again later"
+                    ) from None
         raise AssertionError
 
 
 def _refusal(error: Refused) -> Exception:
     if error.kind == "pixels":
         width, height = error.more.get("width"), error.more.get("height")
+        has = f"{width} x {height}" if width else f"more than {2 * MOST_PIXELS}"
         return RequestError(
-            f"an image has {width} x {height} pixels; the most is {MOST_PIXELS} in all: make it "
-            "smaller"
+            f"an image has {has} pixels; the most is {MOST_PIXELS} in all: make it smaller"
         )
     if error.kind == "format":
         return RequestError(f"an image cannot be decoded: {_FORMATS}")

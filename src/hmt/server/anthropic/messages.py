@@ -50,6 +50,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     style = style_of(tokenizer) if tools else None
     thought = _thinking(tokenizer, body)
     called = form_of_calls(style, body.forced, tokenizer) if style and body.forced else None
+    images = await service.files_of(body.images, request.receive)
     asked = ApiRequest(
         owner=request.state.owner,
         sampling=body.sampling,
@@ -59,12 +60,12 @@ async def messages(body: MessagesBody, request: Request) -> Response:
         grammar=called or body.grammar,
         formed="tools" if called else "output_config",
         cache_salt=body.cache_salt or "",
-        images=body.images,
+        images=images,
     )
     prompts: list[list[int]] = []
 
     def encode() -> list[list[int]]:
-        service.model.check_images(len(body.images))
+        service.model.check_images(len(images))
         formed = called is None and asked.grammar is not None
         prompts.append(_prompt(tokenizer, body, thought, formed=formed, most=service.max_positions))
         return prompts

@@ -16,7 +16,7 @@ from hmt.server.anthropic.unused import (
     TURN_REFUSED,
 )
 from hmt.server.fields import Fields, unsupported, wrong
-from hmt.server.images import content_of, file_of_base64
+from hmt.server.images import RemoteImage, content_of, file_of_base64, file_of_url
 from hmt.server.openai.schemas import MAX_STOPS, CacheSalt, Stop
 from hmt.server.openai.tools import MAX_TOOLS
 
@@ -38,11 +38,19 @@ Text = str | Annotated[list[TextBlock], Field(min_length=1)]
 
 
 class ImageSource(Fields):
-    """Where an image comes from: the request itself."""
+    """Where an image comes from: the request itself, or a host that the server may fetch from."""
 
-    type: Literal["base64"]
-    media_type: str
-    data: str
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        for name in ("url",) if self.type == "url" else ("media_type", "data"):
+            if getattr(self, name) is None:
+                raise PydanticCustomError("missing", "it is missing", {"param": name})
+        return self
 
 
 class ImageBlock(Block):
@@ -50,16 +58,20 @@ class ImageBlock(Block):
 
     type: Literal["image"]
     source: ImageSource
-    _file: bytes = PrivateAttr(b"")
+    _file: bytes | RemoteImage = PrivateAttr(b"")
 
     @model_validator(mode="after")
     def _decoded(self) -> Self:
-        self._file = file_of_base64(self.source.data, self.source.media_type, "source")
-        self.source.data = ""
+        source = self.source
+        if source.type == "url":
+            self._file = file_of_url(source.url or "", "source")
+        else:
+            self._file = file_of_base64(source.data or "", source.media_type or "", "source")
+        source.data = None  # megabytes that are not read again
         return self
 
     @property
-    def file(self) -> bytes:
+    def file(self) -> bytes | RemoteImage:
         """The image's file."""
         return self._file
 
@@ -127,7 +139,7 @@ class Turn(Fields):
         return self
 
     @property
-    def images(self) -> list[bytes]:
+    def images(self) -> list[bytes | RemoteImage]:
         """Files of its images, in order."""
         blocks = self.content if isinstance(self.content, list) else ()
         return [block.file for block in blocks if isinstance(block, ImageBlock)]
@@ -309,7 +321,7 @@ class Counted(Fields):
         return system + [message for turn in self.messages for message in turn.plain()]
 
     @property
-    def images(self) -> tuple[bytes, ...]:
+    def images(self) -> tuple[bytes | RemoteImage, ...]:
         """Files of all images, in order."""
         return tuple(image for turn in self.messages for image in turn.images)
 

@@ -45,7 +45,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         limit=body.thinking_token_budget,
         tools=bool(tools),
     )
-    images = tuple(image for message in body.messages for image in message.images)
+    sent = [image for message in body.messages for image in message.images]
+    images = await service.files_of(sent, request.receive)
     wanted = replace(wanted, reasoning_tokens=thought.limit, images=images)
     style = style_of(tokenizer) if tools else None
     if style is not None and body.must_call:

@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from hmt.server.fields import Fields, wrong
-from hmt.server.images import content_of, file_of_url
+from hmt.server.images import RemoteImage, content_of, file_of_url
 from hmt.server.openai.unused import MESSAGE_IGNORED, MESSAGE_REFUSED
 
 # Of chat_template_kwargs: what the request says elsewhere.
@@ -19,7 +19,7 @@ RESERVED = frozenset(
 
 
 class ImageUrl(Fields):
-    """An image as a data URL."""
+    """An image: a data URL, or where the server may fetch it."""
 
     IGNORED = {"detail": "images are encoded as large as the model takes them"}  # noqa: RUF012
 
@@ -39,7 +39,7 @@ class Part(Fields):
     text: str | None = None
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
-    _file: bytes | None = PrivateAttr(None)
+    _file: bytes | RemoteImage | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -52,7 +52,7 @@ class Part(Fields):
         return self
 
     @property
-    def image(self) -> bytes | None:
+    def image(self) -> bytes | RemoteImage | None:
         """The file of an image; None of other parts."""
         return self._file
 
@@ -136,7 +136,7 @@ class Message(Fields):
         return content if isinstance(content, str) else "".join(part.said for part in content)
 
     @property
-    def images(self) -> list[bytes]:
+    def images(self) -> list[bytes | RemoteImage]:
         """Files of its images, in order."""
         parts = self.content if isinstance(self.content, list) else ()
         return [part.image for part in parts if part.image is not None]

@@ -19,7 +19,7 @@ _POLICY: Final = "; ".join(
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
-        "img-src 'self'",
+        "img-src 'self' data:",  # those that people send
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

@@ -58,6 +58,7 @@ class SnapshotCache:
                 spec.layers,
                 model.prepared.published_bytes,
                 service.max_positions,
+                model.images_refused,
             ),
             state.Requests(load.running, load.waiting, limit.inside, limit.running, limit.waiting),
             self._engine() if self._snapshots else None,

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is served."""
+    """What is served.  images_refused: why it takes no images; empty where it does."""
 
     name: str
     architecture: str
     layers: int
     published_bytes: int
     max_positions: int
+    images_refused: str
 
 
 @dataclass(frozen=True, slots=True)

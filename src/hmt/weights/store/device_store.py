@@ -240,11 +240,15 @@ class DeviceWeights:
 
     def find_tokens(self, *, host_is_pinned: bool) -> None:
         """Let tokens be looked up on the device, where it can read their table."""
-        if graph_ops.has_kernels(self._device.where):
+        if _TOKENS in self._layouts and graph_ops.has_kernels(self._device.where):
             table = self._layouts[_TOKENS].tables["weight"]
             self._tokens = token_table(
                 table, self._device, self._resident, self._store, host_is_pinned=host_is_pinned
             )
+
+    def find_tokens_of(self, lender: "DeviceWeights") -> None:
+        """Let tokens be looked up as another model does, whose table this one uses."""
+        self._tokens = lender._tokens
 
     @property
     def looks_up_tokens(self) -> bool:

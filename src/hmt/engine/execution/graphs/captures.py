@@ -8,8 +8,29 @@ from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
 from hmt.memory.device import CapturedStep, Event
 
-# Tokens, sequences, positions up to which runs may come, and what the model's angles depend on.
-GraphKey = tuple[int, int, int, tuple[int, ...]]
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a capture is for.
+
+    context   positions up to which runs may come
+    angles    what the model's angles depend on
+    inputs    numbers of the hidden state that comes in beside each token; 0: none does
+    shown     behind so many layers hidden states are shown, or if () behind the final norm; None:
+              none are
+    """
+
+    tokens: int
+    sequences: int
+    context: int
+    angles: tuple[int, ...]
+    inputs: int = 0
+    shown: tuple[int, ...] | None = None
+
+    @property
+    def verified(self) -> int:
+        """Sequences that the tokens are of, where some are draft tokens; else 0."""
+        return self.sequences if self.tokens > self.sequences else 0
 
 
 @dataclass(slots=True)
@@ -19,10 +40,13 @@ class Result:
     left         logits, f32 [tokens, vocab], and
     logit_stats  f64 [3, tokens], what `captures.surveys` says of each token's; where the head is
                  the CPU's: hidden states [tokens, hidden_size], and None
+    shown        hidden states f32 [tokens, width] that were asked for; None: none were, or `left`
+                 tells
     """
 
     left: torch.Tensor
     logit_stats: torch.Tensor | None
+    shown: torch.Tensor | None
     arrived: Event
 
 
@@ -30,8 +54,7 @@ class Result:
 class CapturedGraph:
     """A capture for so many runs of one token, or tokens of steps that verify draft tokens.
 
-    context      no run may be longer
-    sequences    that the tokens are of, where some are draft tokens; else 0
+    key          what it is for
     hidden       what the step begins with; None where the capture begins with its tokens
     step         of the tensors that kernels read; its runs are those of the step that is computed
                  now
@@ -41,24 +64,44 @@ class CapturedGraph:
     logit_stats  of the logits that a replay leaves; None where it leaves hidden states
     has_host_part   whether the CPU computes between its device graphs
     recorded     its segments, once it is captured
+    shown        f32 [tokens, width] on the device: hidden states that are asked for; None: see
+                 Result
     rooms        up to which position each of `runs` knows its pages
-    results      two, used alternately: of what it leaves on the device and in host memory, and of
-                 surveys
+    results      two, used alternately: of what it leaves on the device, and in host memory: of
+                 that, of logit_stats and of `shown`
     """
 
-    context: int
+    key: GraphKey
     hidden: torch.Tensor | None
     step: Step
     runs: ops.AttentionMetadata | None
     has_host_part: bool
-    sequences: int = 0
     state_runs: ops.StateRuns | None = None
     recorded: CapturedStep | None = None
     logit_stats: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
     rooms: list[int] = field(default_factory=list)
-    results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = field(
-        default_factory=list
+    results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = (
+        field(default_factory=list)
     )
+
+    @property
+    def sequences(self) -> int:
+        """See GraphKey.verified."""
+        return self.key.verified
+
+    def show(self, states: torch.Tensor, layer: int | None = None) -> None:
+        """Copy hidden states [tokens, width] that are asked for.
+
+        layer   as many layers come before them; None: the final norm does, and all layers
+        """
+        states, layers = states.flatten(1), self.key.shown or (layer,)
+        if self.shown is None:
+            shape = len(states), len(layers) * states.shape[1]
+            with torch.inference_mode(False):
+                self.shown = torch.empty(shape, device=states.device)
+        first = layers.index(layer) * states.shape[1]
+        self.shown[:, first : first + states.shape[1]].copy_(states)
 
 
 @dataclass(slots=True)

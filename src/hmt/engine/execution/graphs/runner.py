@@ -37,6 +37,7 @@ from hmt.engine.execution.graphs.captures import (
     Result,
 )
 from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentLeases
+from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.kernels import graph_ops, ops
 from hmt.kernels.cpu.threads import awake_workers
 from hmt.kernels.host_experts import HostExpertChannel, HostExpertTimes
@@ -120,20 +121,22 @@ class GraphRunner:
         self.served = HostExpertTimes(0, 0.0, 0.0)
         self.async_steps = AsyncStepCounters()
 
-    def __call__(self, step: Step) -> torch.Tensor | None:
+    def __call__(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor | None:
         """Logits [tokens, vocab] in host memory, valid until the next call; None for other steps.
 
-        The tensors of `step` are in host memory.
+        The tensors of `step` are in host memory.  `viewer` is shown hidden states where all rows
+        are pooled.
         """
         guess, self._async_step = self._async_step, None
         self.has_captured = False
         self._learn(step)
-        if guess is not None and self._is_confirmed(guess, step):
+        shown = viewer.layers if viewer is not None and len(step.pooled_rows) else None
+        if guess is not None and self._is_confirmed(guess, step, shown):
             captured, result = guess.captured, guess.result
         else:
             while self._channel is not None and self._channel.pending:
                 self._end_answers()  # of a step that was begun in vain
-            found = self._ready(step)
+            found = self._ready(step, shown)
             if found is None:
                 return None
             captured, result = found, self._start(found)
@@ -143,11 +146,13 @@ class GraphRunner:
         if self._channel is not None:
             self._channel.learn()
         logits, surveys = result.left, result.logit_stats
+        if viewer is not None and shown is not None:
+            self._show(result, viewer)
         if surveys is None:
             logits = self._model.head(logits, self._weights)
             surveys = graph_ops.logit_stats_of(logits)
         self.surveys = graph_ops.logit_stats_list(surveys)
-        if not captured.sequences:
+        if not (captured.sequences or captured.key.inputs):
             self._likeliest = _next(step.segments), [one.best for one in self.surveys]
         if begun is not None:
             self._async_step = AsyncNextStep(captured, *self._likeliest, begun)
@@ -155,7 +160,17 @@ class GraphRunner:
             self._tiers.ended()
         return logits
 
-    def _ready(self, step: Step) -> CapturedGraph | None:
+    def _show(self, result: Result, viewer: PromptOutputSource) -> None:
+        if result.shown is None:
+            viewer.hidden(0, self._model.normed(result.left, self._weights))
+        elif viewer.layers:
+            parts = result.shown.chunk(len(viewer.layers), dim=1)
+            for layer, part in zip(viewer.layers, parts, strict=True):
+                viewer.layer_hidden(layer, part)
+        else:
+            viewer.hidden(0, result.shown)
+
+    def _ready(self, step: Step, shown: tuple[int, ...] | None) -> CapturedGraph | None:
         """A capture with the step's tokens; None for steps that are not captured."""
         if not self._takes(step):
             return None
@@ -163,16 +178,17 @@ class GraphRunner:
             self._offloaded = self._tiers.begin(step)
         if self._states is not None:
             self._states.begin(step)
-        graphs, tokens = self.graphs[self._offloaded], len(step.token_ids)
+        graphs = self.graphs[self._offloaded]
         longest = max(run.context for run in step.segments)
         context = max(_SHORTEST, 1 << (longest - 1).bit_length())
-        sequences = len(step.segments)
-        angles = self._model.angles(replace(step, segments=self._segments(step)))
-        key = tokens, sequences, context, angles
+        runs = self._segments(step)
+        seen = step if runs is step.segments else replace(step, segments=runs)
+        width = 0 if step.inputs is None else step.inputs.shape[1]
+        tokens, sequences = len(step.token_ids), len(step.segments)
+        key = GraphKey(tokens, sequences, context, self._model.angles(seen), width, shown)
         captured = graphs.get(key)
         if captured is None:
-            verified = sequences if tokens > sequences else 0
-            captured = graphs[key] = self._open(tokens, context, verified)
+            captured = graphs[key] = self._open(key, step)
             if len(graphs) > _MAX_GRAPHS:
                 graphs.popitem(last=False)
         graphs.move_to_end(key)
@@ -189,7 +205,7 @@ class GraphRunner:
         decodes = all(run.length == 1 + run.drafts for run in step.segments)
         if not self.works or not decodes or len(step.logit_rows) != tokens:
             return False
-        if step.has_prompt_outputs:
+        if len(step.scored_rows) or len(step.pooled_rows) not in (0, tokens):
             return False
         if self._states is not None and self._states.lags(step.segments):
             return False
@@ -244,9 +260,12 @@ class GraphRunner:
         elif runs == step.segments:
             self._likely += _LEARNED * ((tokens == step.token_ids.tolist()) - self._likely)
 
-    def _is_confirmed(self, async_step: AsyncNextStep, step: Step) -> bool:
+    def _is_confirmed(
+        self, async_step: AsyncNextStep, step: Step, shown: tuple[int, ...] | None
+    ) -> bool:
         right = (
             step.segments == async_step.runs
+            and async_step.captured.key.shown == shown
             and len(step.logit_rows) == len(async_step.tokens)
             and step.token_ids.tolist() == async_step.tokens
             and (self._states is None or self._states.confirm(step))
@@ -266,9 +285,10 @@ class GraphRunner:
             return False
         if (
             captured.sequences
+            or captured.key.inputs
             or not self._runs_ahead
             or not all(
-                run.context < min(_room(run), room, captured.context)
+                run.context < min(_room(run), room, captured.key.context)
                 for run, room in zip(step.segments, captured.rooms, strict=True)
             )
         ):
@@ -285,9 +305,7 @@ class GraphRunner:
 
     def _advance(self, captured: CapturedGraph) -> None:
         """Let the step be the next one, where kernels read its runs: on a fake device."""
-        own = captured.step
-        runs = _next(own.segments)
-        captured.step = Step(own.token_ids, own.positions, runs, own.logit_rows)
+        captured.step = replace(captured.step, segments=_next(captured.step.segments))
 
     # Captures
 
@@ -299,13 +317,16 @@ class GraphRunner:
         if len(captured.results) < 2:
             with torch.inference_mode(False):  # a copy may end when all computing has
                 kept = torch.empty(left.shape, dtype=left.dtype, device=left.device)
+                beside = None if captured.shown is None else _beside(captured.shown)
                 found = None if captured.logit_stats is None else _beside(captured.logit_stats)
-                captured.results.append((kept, _beside(left), found))
+                captured.results.append((kept, _beside(left), found, beside))
         else:
             captured.results.append(captured.results.pop(0))
-        kept, host, surveys = captured.results[-1]
+        kept, host, surveys, shown = captured.results[-1]
         if surveys is not None and captured.logit_stats is not None:
             surveys.copy_(captured.logit_stats, non_blocking=True)
+        if shown is not None and captured.shown is not None:
+            shown.copy_(captured.shown, non_blocking=True)
         if self._is_single:
             # 32 rows take 0.3 ms to host memory, which the next step need not wait for.
             kept.copy_(left, non_blocking=True)
@@ -315,7 +336,7 @@ class GraphRunner:
             arrived = self._device.record_event()
         if self._channel is not None:
             self._channel.serve(len(left))
-        return Result(host, surveys, arrived)
+        return Result(host, surveys, shown, arrived)
 
     def _end_answers(self) -> None:
         """Wait until the CPU has answered the first step whose answers were not waited for."""
@@ -334,21 +355,25 @@ class GraphRunner:
             for at in range(run.length)
         )
 
-    def _open(self, tokens: int, context: int, sequences: int) -> CapturedGraph:
-        where, spec = self._device.where, self._model.spec
-        hidden = None
+    def _open(self, key: GraphKey, step: Step) -> CapturedGraph:
+        where, hidden, inputs = self._device.where, None, None
+        begin = None if self._looks_up else self._model.embed(step, self._weights)
         with torch.inference_mode(False):
-            if not self._looks_up:
-                dtype = self._model.dtype
-                hidden = torch.empty(tokens, spec.hidden_size, dtype=dtype, device=where)
-            ids, positions = (torch.zeros(tokens, dtype=torch.int64, device=where) for _ in "ab")
-        step = Step(ids, positions, (), torch.arange(tokens, device=where))
-        most = context if self._tiers is None else min(context, self._tiers.device_tokens)
-        runs, state_runs = graph_ops.fixed_runs(where, tokens, most, sequences), None
+            if begin is not None:
+                hidden = torch.empty(begin.shape, dtype=begin.dtype, device=where)
+            if key.inputs:
+                inputs = torch.empty(key.tokens, key.inputs, device=where)
+            ids, positions = (
+                torch.zeros(key.tokens, dtype=torch.int64, device=where) for _ in "ab"
+            )
+        rows = torch.arange(key.tokens, device=where)
+        step = Step(ids, positions, (), rows, inputs=inputs)
+        most = key.context if self._tiers is None else min(key.context, self._tiers.device_tokens)
+        runs, state_runs = graph_ops.fixed_runs(where, key.tokens, most, key.verified), None
         if self._states is not None:
-            state_runs = graph_ops.fixed_state_runs(where, tokens)
+            state_runs = graph_ops.fixed_state_runs(where, key.tokens)
         in_parts = self.host_ffn or self._offloaded
-        return CapturedGraph(context, hidden, step, runs, in_parts, sequences, state_runs)
+        return CapturedGraph(key, hidden, step, runs, in_parts, state_runs)
 
     def _send(self, captured: CapturedGraph, step: Step) -> None:
         if captured.hidden is not None:
@@ -356,7 +381,10 @@ class GraphRunner:
         own = captured.step
         own.token_ids.copy_(step.token_ids, non_blocking=True)
         own.positions.copy_(step.positions, non_blocking=True)
-        captured.step = Step(own.token_ids, own.positions, self._segments(step), own.logit_rows)
+        if own.inputs is not None and step.inputs is not None:
+            own.inputs.copy_(step.inputs, non_blocking=True)
+        runs = self._segments(step)
+        captured.step = Step(own.token_ids, own.positions, runs, own.logit_rows, inputs=own.inputs)
         captured.rooms = [_room(run) for run in step.segments]
         if captured.runs is not None:
             given = self._kv.attention_metadata(step)
@@ -418,12 +446,19 @@ class GraphRunner:
         step, states = captured.step, captured.hidden
         if states is None:
             states = self._model.embed(step, weights)
+        shown = captured.key.shown or ()
         for index in range(self._model.spec.layers):
+            if index in shown:
+                captured.show(states, index)
             states = self._model.layer(index, states, step, weights, self._kv)
         if self._channel is not None:
             self._channel.note()
+        if self._model.spec.layers in shown:
+            captured.show(states, self._model.spec.layers)
         if not self._head:
             return states
+        if captured.key.shown == ():
+            captured.show(self._model.normed(states, weights))
         logits = self._model.head(states, weights)
         captured.logit_stats = graph_ops.logit_stats_and_next(
             logits, step.token_ids, step.positions, captured.runs

@@ -26,6 +26,7 @@ from hmt.kernels.triton.gemm.block_dots import BlockTokens, block_tokens
 from hmt.kernels.triton.gemm.dequantize import dequantize, dequantize_into, quantize_activations
 from hmt.kernels.triton.gemm.gemv_blocks import multiply_blocks, takes_blocks
 from hmt.kernels.triton.gemm.gemv_float import multiply_numbers, takes_numbers
+from hmt.kernels.triton.gemm.gemv_mma import multiply_mma, take_mma_at_once
 from hmt.kernels.triton.gemm.gemv_w4_launch import multiply_one, takes_one_token
 from hmt.kernels.triton.gemm.gemv_w8 import takes_one_row
 from hmt.kernels.triton.gemm.int8_gemm import is_exact, many_tokens_int8, multiply_exact
@@ -239,7 +240,9 @@ def _write(
         w = weights[at]
         count = 1
         blocks = takes_blocks(x, w)
-        if blocks or (len(x) <= _few(w) and _in_panels(w, x.dtype)):
+        if on_tensor_cores := take_mma_at_once(x, weights[at:], biases[at:]):
+            count = on_tensor_cores
+        elif blocks or (len(x) <= _few(w) and _in_panels(w, x.dtype)):
             while count < 3 and at + count < len(weights) and agree(w, weights[at + count]):
                 count += 1
         elif (
@@ -252,7 +255,9 @@ def _write(
         rows = sum(one.shape[0] for one in weights[at : at + count])
         part = out[:, column : column + rows]
         some = weights[at : at + count], biases[at : at + count], chunk or len(weights) > 3
-        if blocks:
+        if on_tensor_cores:
+            multiply_mma(part, x, *some[:2])
+        elif blocks:
             if tokens is None:
                 tokens = block_tokens(x, rounded=w.activations.are_integers)
             multiply_blocks(part, x, *some[:2], tokens)

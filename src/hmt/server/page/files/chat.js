@@ -2,6 +2,7 @@
 
 import { chat as answers, Problem } from "./api.js";
 import { byId, make, say } from "./dom.js";
+import { dropImages, hasImages, partsOf, shownImages, startImages, takeImages } from "./images.js";
 import { Rendered } from "./markdown.js";
 import { counted, seconds, speed } from "./units.js";
 
@@ -17,6 +18,7 @@ const stop = byId("stop");
 let model = null; // its name; null: the server's own
 let turns = []; // {role, content}, as the server wants them
 let answering = null; // AbortController of the answer that comes
+let sending = false; // images of the next message are being read
 let needsKey = async () => false;
 
 /** Call once.  `askForKey` resolves to whether there is a new key. */
@@ -42,6 +44,7 @@ export function startChat(askForKey) {
     idea.addEventListener("click", () => submit(idea.textContent));
   }
   startSettings();
+  startImages();
   fitPrompt();
 }
 
@@ -71,6 +74,7 @@ function fitPrompt() {
 function beginAnew() {
   answering?.abort();
   turns = [];
+  dropImages();
   for (const turn of log.querySelectorAll(".turn")) turn.remove();
   byId("greeting").hidden = false;
   byId("anew").hidden = true;
@@ -80,13 +84,21 @@ function beginAnew() {
 
 async function submit(text) {
   const question = text.trim();
-  if (!question || answering) return;
+  if (!(question || hasImages()) || answering || sending) return;
+  sending = true;
+  const images = await takeImages();
+  const shown = shownImages(images);
+  await Promise.allSettled(shown.map((image) => image.decode())); // before that it has no height
+  sending = false;
   prompt.value = "";
   fitPrompt();
   byId("greeting").hidden = true;
   byId("anew").hidden = false;
-  turns.push({ role: "user", content: question });
-  add("user", "You").append(make("p", {}, question));
+  const said = question ? [{ type: "text", text: question }] : [];
+  const content = images.length ? [...partsOf(images), ...said] : question;
+  turns.push({ role: "user", content });
+  const words = question ? [make("p", {}, question)] : [];
+  add("user", "You").append(...shown, ...words);
   follow(true);
   await answer();
 }

@@ -3,6 +3,7 @@
 import { Problem, state, storedKey, storeKey } from "./api.js";
 import { startChat, useModel } from "./chat.js";
 import { byId, make, say } from "./dom.js";
+import { allowImages } from "./images.js";
 import { forgetTrends, showMachine, startMachine } from "./machine.js";
 import { bytes, counted } from "./units.js";
 
@@ -170,6 +171,7 @@ function showProblem(text) {
 
 function showModel(model) {
   useModel(model.name);
+  allowImages(model.images_refused);
   say(byId("model-name"), model.name);
   const facts = [bytes(model.published_bytes), counted(model.layers, "layer")];
   facts.push(`context of ${counted(model.max_positions, "token")}`);

@@ -1,0 +1,58 @@
+"""A loaded draft model as a proposer: with its own runner, and with what it borrows."""
+
+from hmt.base.trace import Tracer
+from hmt.contracts.blocks import BlockKind
+from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm
+from hmt.engine.loading.draft import has_head_on_device
+from hmt.engine.loading.memory import LoadedDraft, Memory
+from hmt.engine.loading.prepare import Prepared
+from hmt.engine.model_runner import ModelRunner
+from hmt.engine.speculation.draft import Proposer
+from hmt.engine.speculation.draft_model import DraftModel
+from hmt.engine.speculation.model_proposers import DraftModelProposer, NextTokenProposer
+from hmt.models.drafter import Drafter
+
+
+def open_draft_model(
+    draft: LoadedDraft, prepared: Prepared, memory: Memory, tracer: Tracer, *, branches: bool
+) -> tuple[Proposer, tuple[str, ...]]:
+    """A draft model of the one that was `prepared` and has `memory`, and notes on how it runs.
+
+    branches   whether steps may verify alternatives
+    """
+    _borrow(draft, prepared, memory)
+    runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
+    plan, allocator = draft.prepared.plan, draft.memory.kv.allocator
+    there = draft.memory.on_device
+    model = DraftModel(runner, allocator, plan.max_prefill_tokens, captured=there is not None)
+    if there is not None and is_slow_at_first(there.device.where):
+        prompts = prompts_to_warm(plan, allocator.capacity_tokens)
+        model.warm_up(prompts, _widths(draft, prepared))
+    notes = [f"draft model: {note}" for note in runner.notes]
+    if draft.remark:
+        notes.insert(0, draft.remark)
+    vocab = prepared.model.spec.vocab_size
+    if draft.inputs is None:
+        return DraftModelProposer(model, vocab, branches=branches), tuple(notes)
+    return NextTokenProposer(model, vocab, draft.inputs, branches=branches), tuple(notes)
+
+
+def _borrow(draft: LoadedDraft, prepared: Prepared, memory: Memory) -> None:
+    """Let it use what it borrows where the model that verifies has it."""
+    model, there, own = draft.prepared.model, memory.on_device, draft.memory.on_device
+    if not isinstance(model, Drafter):
+        return
+    if there is None or not has_head_on_device(prepared.plan):
+        model.borrow(memory.weights)
+        return
+    model.borrow(there.weights, there.device.where)
+    if own is not None and BlockKind.EMBEDDING in model.borrows:
+        own.weights.find_tokens_of(there.weights)
+
+
+def _widths(draft: LoadedDraft, prepared: Prepared) -> tuple[int, ...]:
+    """Of hidden states that come in beside its tokens: the verifier's, and its own."""
+    if draft.inputs is None:
+        return ()
+    count = max(1, len(draft.inputs.layers))
+    return count * prepared.model.spec.hidden_size, draft.prepared.model.spec.hidden_size
