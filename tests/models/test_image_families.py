@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from default_part import after_first
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from vision_families import (
