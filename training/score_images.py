@@ -1,8 +1,9 @@
 """Count a vision model's right answers with transformers: what `hmt eval` is compared with.
 
-    python training/score_images.py CHECKPOINT [--device cuda] [--answers FILE]
+    python training/score_images.py CHECKPOINT [--device cuda] [--quant w4a16] [--out quality.json]
 
-FP8 tiles are turned into BF16, as score.py does.
+FP8 tiles are turned into BF16, as score.py does; with --quant they are rounded by HMT's scheme
+before, and transformers gets the numbers that the codes stand for.
 """
 
 import argparse
@@ -19,8 +20,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoImageProcessor, Qwen3VLForConditionalGeneration
 
-from hmt.bench import Score
+from hmt.bench import Quality, Score
 from hmt.bench.image_questions import FILE, MOST_TOKENS, ImageQuestion, ImageQuestions
+from hmt.contracts.blocks import ParamSpec
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.kernels import reference
+from hmt.quant import Scheme, empty_weight, parse_scheme, quantize
 
 _HELD_OUT_SEED = 1 << 20  # the training counts from 0
 
@@ -45,17 +50,36 @@ def held_out(count: int) -> ImageQuestions:
     return ImageQuestions(tuple(images), tuple(questions))
 
 
-class TransformersEyes:
-    """A checkpoint in transformers, in BF16."""
+def rounded(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """`weight` [out, in] as `scheme` stores it, in numbers again, f32."""
+    shape = tuple(weight.shape)
+    form = scheme.format_for(ParamSpec("weight", shape, ("weight",)))
+    if form is None:
+        return weight
+    stored = empty_weight(form, shape)
+    quantize(WeightTensor(Encoding.F32, shape, weight.float().contiguous()), stored)
+    return reference.dequantize(stored, torch.float32)
 
-    def __init__(self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.bfloat16):
+
+class TransformersEyes:
+    """A checkpoint in transformers, in `dtype`; its FP8 matrices as `quant` stores them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        quant: str = "none",
+    ) -> None:
         config = AutoConfig.from_pretrained(folder)
         stored = load_file(folder / "model.safetensors")
-        state = {
-            name: dequantize(tensor, stored.get(f"{name}_scale_inv"), dtype)
-            for name, tensor in stored.items()
-            if not name.endswith("_scale_inv")
-        }
+        state, scheme = {}, parse_scheme(quant)
+        for name, tensor in stored.items():
+            if (scales := stored.get(f"{name}_scale_inv")) is not None:
+                numbers = rounded(dequantize(tensor, scales, torch.float32), scheme)
+                state[name] = numbers.to(dtype)
+            elif not name.endswith("_scale_inv"):
+                state[name] = tensor
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         self.model = Qwen3VLForConditionalGeneration.from_pretrained(
@@ -88,28 +112,22 @@ class TransformersEyes:
 
 
 def main() -> None:
-    """Count, print."""
+    """Count, print, and write where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--answers", type=Path, help="write all answers here, as JSON")
+    parser.add_argument("--quant", default="none", help="as hmt eval takes it")
+    parser.add_argument("--out", type=Path, help="add the scores to those in this file")
     options = parser.parse_args()
-    eyes = TransformersEyes(options.checkpoint, options.device)
-    questions = ImageQuestions.read(options.checkpoint / FILE)
-    given: list[str] = []
-
-    def answer(image: bytes, question: str) -> str:
-        given.append(eyes.answer(image, question))
-        return given[-1]
-
-    scores = questions.grade(answer)
-    right = sum(score.right for score in scores.values())
-    for kind, score in (scores | {"all": Score(right, len(given))}).items():
+    eyes = TransformersEyes(options.checkpoint, options.device, quant=options.quant)
+    scores = ImageQuestions.read(options.checkpoint / FILE).grade(eyes.answer)
+    total = Score(*(sum(parts) for parts in zip(*scores.values(), strict=True)))
+    for kind, score in (scores | {"all": total}).items():
         print(f"{kind}: {score}")
-    if options.answers:
-        pairs = zip(questions.questions, given, strict=True)
-        found = [[*question, said] for question, said in pairs]
-        options.answers.write_text(json.dumps(found, indent=1) + "\n")
+    if options.out:
+        data = json.loads(options.out.read_text()) if options.out.exists() else {}
+        data["images"] = Quality(images=scores).as_json()["images"]
+        options.out.write_text(json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,16 @@ writes by greedy decoding, to the letter.
 import base64
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from hmt.base.errors import ConfigError
 from hmt.bench.quality import Score
+from hmt.contracts.request import Request
+
+if TYPE_CHECKING:
+    from hmt.engine import LoadedModel
 
 FILE: Final = "image_questions.json"
 MOST_TOKENS: Final = 16  # of an answer that is written
@@ -55,6 +59,10 @@ class ImageQuestions:
         lines = json.dumps(data).replace('", "', '",\n"').replace("], [", "],\n[")
         file.write_text(lines + "\n", encoding="utf-8")
 
+    def first(self, count: int | None) -> Self:
+        """The first `count` questions, or all."""
+        return replace(self, questions=self.questions[:count])
+
     def grade(
         self,
         answer: Callable[[bytes, str], str],
@@ -72,3 +80,19 @@ class ImageQuestions:
             scores[question.kind] = Score(right + (given.strip() == question.answer), total + 1)
             progress("images", Score(sum(score.right for score in scores.values()), number))
         return scores
+
+
+def answers_of(model: "LoadedModel") -> Callable[[bytes, str], str]:
+    """What `model` writes, asked about an image, for `ImageQuestions.grade`.
+
+    Raises RequestError at once for a model that does not see, and what the engine raises when it
+    is called.
+    """
+    model.check_images(1)
+
+    def answer(image: bytes, question: str) -> str:
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        said = [{"role": "user", "content": content}]
+        return model.infer(Request(said, MOST_TOKENS, images=(image,))).text
+
+    return answer
