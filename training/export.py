@@ -14,7 +14,8 @@ TILE = 128
 _FP8 = torch.float8_e4m3fn
 # DeepSeek keeps these in BF16: norms and routers are small and sensitive, and embedding, head and
 # eh_proj are as published.
-_KEPT = re.compile(r"norm|embed_tokens|lm_head|mlp\.gate\.|\.router\.|eh_proj")
+# So is the tower of a model that sees.
+_KEPT = re.compile(r"norm|embed_tokens|lm_head|mlp\.gate\.|\.router\.|eh_proj|visual")
 _QUANTIZATION = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -83,12 +84,16 @@ def dequantize(
     return (tensor.float() * factors).to(dtype)
 
 
-def quantize_checkpoint(folder: Path) -> None:
-    """Bring the matrices of a checkpoint of one file to FP8 tiles, in place."""
+def quantize_checkpoint(folder: Path, kept: tuple[str, ...] = ()) -> None:
+    """Bring the matrices of a checkpoint of one file to FP8 tiles, in place.
+
+    kept   modules that stay as they are, for the configuration to name
+    """
     encoded = _encode(load_file(folder / "model.safetensors"))
     save_file(encoded, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    _write_json(folder / "config.json", config | {"quantization_config": _QUANTIZATION})
+    named = {"modules_to_not_convert": list(kept)} if kept else {}
+    _write_json(folder / "config.json", config | {"quantization_config": _QUANTIZATION | named})
 
 
 def published(state: dict[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:

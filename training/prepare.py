@@ -1,6 +1,6 @@
 """Turn a folder of plain-text books into tokenizer.json, train.bin, valid.bin and valid.txt.
 
-    python training/prepare.py BOOKS OUT [--tokenizer FILE] [--held-out 0.02]
+    python training/prepare.py BOOKS OUT [--tokenizer FILE] [--vocabulary 4096] [--held-out 0.02]
 
 The last part of every book is held out.  The .bin files are bare uint16 token ids.
 """
@@ -29,7 +29,7 @@ def clean(text: str) -> str:
     return "\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n"
 
 
-def train_tokenizer(texts: list[str]) -> Tokenizer:
+def train_tokenizer(texts: list[str], vocabulary: int = VOCABULARY) -> Tokenizer:
     """Byte-level BPE in which every digit is a token of its own, so that numbers can be copied."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -37,7 +37,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("books", type=Path, help="folder of UTF-8 .txt files")
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="use this tokenizer.json, train none")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens to train")
     parser.add_argument("--held-out", type=float, default=0.02, help="share of each book")
     options = parser.parse_args()
 
@@ -69,7 +70,7 @@ def main() -> None:
     if options.tokenizer:
         tokenizer = Tokenizer.from_file(str(options.tokenizer))
     else:
-        tokenizer = train_tokenizer([train])
+        tokenizer = train_tokenizer([train], options.vocabulary)
 
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(options.out / "tokenizer.json"))

@@ -93,7 +93,7 @@ def load(folder: Path, device: str = "cpu", depth: float = 1) -> TransformersMod
     if json.loads((folder / "config.json").read_text())["architectures"] == [ARCHITECTURE]:
         return Recursions(MixtureOfRecursions.load(folder).to(device), depth)
     config = AutoConfig.from_pretrained(folder)
-    extra = f"model.layers.{config.num_hidden_layers}."
+    extra = f"model.layers.{config.get_text_config().num_hidden_layers}."
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)

@@ -110,10 +110,10 @@ class RouterBalance:
         self._loads[router] = torch.bincount(chosen.flatten(), minlength=router.num_experts).float()
 
 
-def timed_steps(seconds: float) -> Iterator[tuple[int, float, bool]]:
+def timed_steps(seconds: float, every: float = 15) -> Iterator[tuple[int, float, bool]]:
     """Steps until `seconds` have passed.
 
-    (number, share of the time that has passed, whether to print: at first, then every 15 seconds).
+    (number, share of the time that has passed, whether to print: at first, then `every` seconds).
     """
     start, printed = time.monotonic(), 0.0
     for step in count():
@@ -121,7 +121,7 @@ def timed_steps(seconds: float) -> Iterator[tuple[int, float, bool]]:
         if now >= seconds:
             print(f"stopped after {step} steps", flush=True)
             return
-        prints = step == 0 or now - printed > 15
+        prints = step == 0 or now - printed > every
         printed = now if prints else printed
         yield step, now / seconds, prints
 

@@ -78,11 +78,13 @@ class Quality:
     tasks        short tasks answered rightly
     retrieval    sequence length -> questions answered rightly
     perplexity   of the held-out text
+    images       kind of question about images -> questions answered rightly (image_questions.py)
     """
 
     tasks: Score | None = None
     retrieval: Mapping[int, Score] = field(default_factory=dict)
     perplexity: float | None = None
+    images: Mapping[str, Score] = field(default_factory=dict)
 
     @classmethod
     def read(cls, file: Path, depth: float = 1) -> Self:
@@ -95,6 +97,7 @@ class Quality:
                 tasks=Score(*data["tasks"]) if "tasks" in data else None,
                 retrieval={int(n): Score(*score) for n, score in data.get("retrieval", {}).items()},
                 perplexity=data.get("heldout_ppl"),
+                images={kind: Score(*score) for kind, score in data.get("images", {}).items()},
             )
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{file} does not hold the scores of a model ({error!r})") from error
@@ -107,6 +110,8 @@ class Quality:
         data["retrieval"] = {str(n): list(score) for n, score in self.retrieval.items()}
         if self.tasks is not None:
             data["tasks"] = list(self.tasks)
+        if self.images:
+            data["images"] = {kind: list(score) for kind, score in self.images.items()}
         return data
 
 

@@ -1,5 +1,6 @@
 """`hmt eval`: how much a model still knows, in the encoding and the memory it is given."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,6 +31,12 @@ def evaluate(
         int | None,
         typer.Option(help="Windows of 2048 tokens for the perplexity; all of the text's."),
     ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(
+            help="Questions about images that come with a model; all when left out, 0: none."
+        ),
+    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Held-out text; when left out, the one in HMT's repository."),
@@ -42,8 +49,13 @@ def evaluate(
     arguments = engine.arguments()
     arguments.setdefault("context", max([2048, *lengths]))
     with notes().status("loading") as status:
+        from hmt.bench.image_questions import FILE, ImageQuestions, answers_of
         from hmt.bench.quality import Extent, Quality, evaluate
         from hmt.engine import Engine
+
+        asked = None
+        if images != 0 and (path / FILE).is_file():
+            asked = ImageQuestions.read(path / FILE).first(images)
 
         def progress(part: str, so_far: "Score") -> None:
             status.update(f"{part}: {so_far}")
@@ -51,9 +63,11 @@ def evaluate(
         with Engine(**arguments) as made:
             loaded = made.load_model(path)
             status.update("measuring")
+            seen = asked.grade(answers_of(loaded), progress) if asked else {}
             measured = evaluate(
                 loaded, loaded.tokenizer.encode, held_out, Extent(tasks, lengths, windows), progress
             )
+            measured = replace(measured, images=seen)
             content = _as_json(measured, loaded, arguments)
     file, depth = path / "quality.json", arguments.get("depth", 1)
     published = Quality.read(file, depth) if file.is_file() else None
@@ -116,4 +130,5 @@ def _cells(quality: "Quality") -> dict[str, str]:
     cells |= {f"retrieval {n}": str(score) for n, score in quality.retrieval.items()}
     if quality.perplexity is not None:
         cells["perplexity"] = f"{quality.perplexity:.2f}"
+    cells |= {f"images: {kind}": str(score) for kind, score in quality.images.items()}
     return cells

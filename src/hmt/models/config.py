@@ -123,6 +123,8 @@ _MOST_BLOCKS = 1 << 20
 _MAY_BE_NONE = ("num_experts_per_tok", "num_local_experts", "shared_intermediate_size")
 # By type: sizes that are 0 where attention knows no positions.
 _MAY_BE_0 = {"glm5_next_text": ("head_dim", "qk_rope_head_dim")}
+# Of rotary positions; transformers warns where a type that is the text of one that sees has them.
+_AXES = frozenset(("mrope_section", "mrope_interleaved"))
 _NO_POSITIONS = 1 << 20  # what GGUF files of such models say
 
 
@@ -132,7 +134,8 @@ def read_config(config: Mapping[str, Any], model_type: str) -> Config:
     Published files omit fields whose default they use, and write rotary settings in several ways;
     transformers' classes know both.  Raises CheckpointError where they refuse the file.
     """
-    read = as_transformers_reads(config, model_type)
+    known = CONFIG_MAPPING[model_type].ignore_keys_at_rope_validation | _AXES
+    read = as_transformers_reads({**config, "ignore_keys_at_rope_validation": known}, model_type)
     check_counts(read)
     heads = getattr(read, "num_attention_heads", 0)  # none: a model without attention
     for layer in _kinds_of_layers(read) if heads else ():
