@@ -44,6 +44,15 @@ def _turned(sections: list[int], **more: Any) -> dict[str, Any]:
     return {"rope_theta": 1000.0, "rope_type": "default", "mrope_section": sections} | more
 
 
+_GLM = _GRID | {
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "image_size": 16,
+}  # fmt: skip
+_GLM_TEXT = {
+    "rope_parameters": _turned([2, 1, 1], partial_rotary_factor=0.5), "head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_GLM_TOKENS = {"image_token_id": IMAGE, "image_start_token_id": BEGIN, "image_end_token_id": END}
 _QWEN35 = {name: size for name, size in _QWEN3.items() if name != "deepstack_visual_indexes"}
 _HYBRID = {
     "rope_parameters": _turned([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25),
@@ -114,6 +123,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         _QWEN35,
         _TOKENS,
     ),
+    "glm4v_moe": ("glm4v_moe", _GLM_TEXT, _GLM, _GLM_TOKENS),
+    "glm4v_moe-biased": (
+        "glm4v_moe",
+        _GLM_TEXT | {"attention_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
+        _GLM | {"attention_bias": True, "depth": 3},
+        _GLM_TOKENS,
+    ),
+    "glm4v_moe-wide": (
+        "glm4v_moe",
+        _GLM_TEXT | {
+            "rope_parameters": _turned([1, 4, 3], partial_rotary_factor=1.0),
+            "first_k_dense_replace": 0,
+        },
+        _GLM | {"num_heads": 1, "patch_size": 2},
+        _GLM_TOKENS,
+    ),
     "llava": ("llava", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE}),
     "llava-mistral": (
         "llava",
@@ -161,7 +186,11 @@ def publish(model: PreTrainedModel, folder: Path) -> None:
     vision = model.config.vision_config
     if grid:
         processor = {
-            "image_processor_type": "Qwen2VLImageProcessor", "patch_size": vision.patch_size,
+            "image_processor_type": (
+                "Glm4vImageProcessor" if "glm" in model.config.model_type
+                else "Qwen2VLImageProcessor"
+            ),
+            "patch_size": vision.patch_size,
             "temporal_patch_size": 2, "merge_size": 2,
             "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64},
         }  # fmt: skip

@@ -1,5 +1,6 @@
 """Images through the engine: logits of transformers, memory, chunks, and what is refused."""
 
+import json
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -93,6 +94,20 @@ def test_logits_are_those_of_transformers(name: str, folder_of: Any) -> None:
     expected = wanted[range(len(tokens) - 1), tokens[1:]]
     assert answer.prompt_tokens > 40
     torch.testing.assert_close(torch.tensor(numbers(answer)), expected, atol=1e-4, rtol=0)
+
+
+def test_glm46v_is_glm4v_moe_by_another_name(folder_of: Any, tmp_path: Path) -> None:
+    reference, folder = folder_of("glm4v_moe")
+    publish(reference, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "glm46v", "architectures": ["Glm46VForConditionalGeneration"]}
+    config["text_config"]["model_type"] = "glm4v_moe_text"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    answers = []
+    for path in (folder, tmp_path):
+        with hmt.Engine(host_memory="64MiB", **OPTIONS) as engine:
+            answers.append(numbers(engine.load_model(path).infer(asked())))
+    assert answers[0] == answers[1]
 
 
 def prompt_of(model: hmt.LoadedModel) -> list[int]:

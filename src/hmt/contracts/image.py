@@ -19,7 +19,8 @@ class PreparedImage:
 
     key         hexadecimal: a hash of `inputs`, by which equal images are the same
     inputs      what the encoder is called with, by name
-    tokens      of a prompt that stand for it
+    tokens      of a prompt that stand for rows of its features
+    written     what a prompt has in its place: those tokens, and others around and between them
     feature_bytes   of what is made of it
     work_bytes  what that takes besides, and beside weights
     """
@@ -29,6 +30,7 @@ class PreparedImage:
     tokens: int
     feature_bytes: int
     work_bytes: int
+    written: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
@@ -61,11 +63,13 @@ class ImagePrompt:
     tokens     with as many for each image as it has rows
     positions  rotary positions of each token on three axes, each as many as there are tokens; ():
                those of the tokens' places, for models whose positions have one axis
+    blocks     (first, behind the last) tokens of each image, or part of one, that see each other
     """
 
     tokens: list[int]
     images: tuple[ImageTokens, ...]
     positions: tuple[tuple[int, ...], ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
 
 
 class ImageEncoder(Protocol):
@@ -83,7 +87,8 @@ class ImageEncoder(Protocol):
     def prompt(self, tokens: list[int], images: list[PreparedImage]) -> ImagePrompt:
         """A prompt in which one token stands for each image, with as many as each has.
 
-        Raises RequestError unless there are as many of these as images.
+        Raises RequestError unless there are as many of these as images.  What comes of an image is
+        its `written`; where text meets at its edges, that may be other tokens.
         """
         ...
 

@@ -44,6 +44,8 @@ class Segment:
     drafts           how many of the last tokens are drafts, which may be taken back
     preceding        the tokens right before the run, oldest first: as many as there are, up to the
                      model's `token_window`
+    blocks           (first, behind the last) positions that see each other, whatever comes later
+                     of them; the run holds all of each that no earlier one did
     """
 
     sequence: int
@@ -55,6 +57,7 @@ class Segment:
     whole: int = 0
     drafts: int = 0
     preceding: tuple[int, ...] = field(default=(), compare=False)
+    blocks: tuple[tuple[int, int], ...] = ()
 
     @property
     def context(self) -> int:
@@ -84,6 +87,7 @@ class SegmentRequest(NamedTuple):
     request              number of the request that the tokens belong to; 0: of none
     images               tokens of the segment that stand for images
     axes                 rotary positions of its tokens, of three axes; (): one, by their places
+    blocks               see Segment
 
     Where all tokens are drafts, even the first, which another segment of the request has as well,
     it is a branch: another draft, over a fork of the sequence.
@@ -103,6 +107,7 @@ class SegmentRequest(NamedTuple):
     preceding: tuple[int, ...] = ()
     images: tuple[ImageTokens, ...] = ()
     axes: tuple[tuple[int, ...], ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def from_list(cls, fields: list[Any]) -> "SegmentRequest":
@@ -112,6 +117,7 @@ class SegmentRequest(NamedTuple):
             preceding=tuple(request.preceding),
             images=tuple(ImageTokens(*image) for image in request.images),
             axes=tuple(map(tuple, request.axes)),
+            blocks=tuple((first, end) for first, end in request.blocks),
         )
 
     @property
@@ -257,6 +263,11 @@ class Step:
     layer_features: tuple[torch.Tensor, ...] = ()
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether any tokens see later ones."""
+        return any(run.blocks for run in self.segments)
+
+    @property
     def has_prompt_outputs(self) -> bool:
         """Whether any rows are only looked at."""
         return bool(len(self.scored_rows) or len(self.pooled_rows))
@@ -278,7 +289,8 @@ class Step:
             offset, length = len(ids), len(part.tokens)
             end = offset + length
             limits = part.reserved, part.reserved_tokens, part.whole, part.drafts
-            runs.append(Segment(part.sequence, part.start, offset, length, *limits, part.preceding))
+            seen = part.preceding, part.blocks
+            runs.append(Segment(part.sequence, part.start, offset, length, *limits, *seen))
             ids += part.tokens
             positions += range(part.start, part.start + length)
             rows += range(end - part.num_logit_rows, end)

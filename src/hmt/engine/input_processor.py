@@ -96,6 +96,7 @@ class InputProcessor:
             images=shown.images,
             image_hold=hold,
             axes=shown.positions,
+            blocks=shown.blocks,
         )
 
     def check_images(self, count: int) -> None:

@@ -37,6 +37,7 @@ from hmt.kernels.reference import (
     Spans,
     StateRuns,
     attention_output,
+    block_attention,
     merge_attention,
 )
 from hmt.kernels.reference.kv_pages import (

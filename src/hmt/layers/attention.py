@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec, Role
@@ -104,4 +105,26 @@ class Attention:
         if self.sinks:
             options["sinks"] = self.sinks_of(params)
         out = kv.append_attend(layer, step, heads, **options)
+        if step.has_blocks:
+            self.see_blocks(out, heads, layer, step, kv)
         return project(out, params, "o_proj")
+
+    def see_blocks(self, out: Tensor, heads: Tensor, layer: int, step: Step, kv: KVCache) -> None:
+        """Let tokens see all of their `Segment.blocks`: changes their rows of `out`.
+
+        out     [tokens, q_heads * dim], of causal attention
+        heads   [tokens, heads, dim], of which queries are the first
+        """
+        if self.sinks:
+            raise AssertionError("blocks are not seen by heads with sinks")
+        found = out.unflatten(1, (self.heads, self.head_dim))
+        for run in step.segments:
+            for first, end in run.blocks:
+                begin = max(first, run.start)
+                low = max(0, begin - self.window + 1) if self.window else 0
+                rows = slice(run.offset + begin - run.start, run.offset + end - run.start)
+                key, value = kv.gather(layer, run, torch.arange(low, end, device=heads.device))
+                found[rows] = ops.block_attention(
+                    heads[rows, : self.heads], key, value, start=begin - low,
+                    scale=self.scale, window=self.window, softcap=self.softcap,
+                )  # fmt: skip

@@ -80,12 +80,16 @@ class SharingAttention:
         if self.source is not None:
             query = ops.rope(query, cos, sin)
             out = kv.attend(self.source, step, query, scale=own.scale).flatten(1)
+            if step.has_blocks and own.window:
+                own.see_blocks(out, query, self.source, step, kv)
             return project(out, params, "o_proj")
         self._norm(key, params["k_norm"].data)
         value = heads[:, own.heads + own.kv_heads :]
         self._norm(value, torch.ones(own.head_dim, dtype=heads.dtype, device=heads.device))
         ops.rope_inplace(query, key, cos, sin)
         out = kv.append_attend(layer, step, heads, scale=own.scale)
+        if step.has_blocks and own.window:
+            own.see_blocks(out, heads, layer, step, kv)
         return project(out, params, "o_proj")
 
     def _norm(self, heads: Tensor, weight: Tensor) -> None:

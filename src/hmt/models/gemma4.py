@@ -52,6 +52,7 @@ class Gemma4(Decoder):
         self.router, self.shared, self.expert = _experts(config)
         self.inputs = _layer_embedding(config)
         self.rows = config.vocab_size_per_layer_input
+        self.pad = config.pad_token_id or 0
         widths = [layer.activation_width for layer in self.attention]
         widths += [layer.activation_width for layer in self.ffn]
         if self.router is not None:
@@ -118,11 +119,18 @@ class Gemma4(Decoder):
     def embed(self, step: Step, weights: Weights) -> Tensor:
         if self.inputs is None:
             return super().embed(step, weights)
+        images = step.image_rows
+        if images is not None:  # layers look padding up for tokens of images
+            images = images.to(step.token_ids.device)
+            step = replace(step, token_ids=step.token_ids.index_fill(0, images, self.pad))
         # First, since it is the longest read.
         rows = weights.rows(_LAYER_ROWS, "weight", step.token_ids).to(self.dtype)
         hidden = super().embed(step, weights)
         rows = rows * float(torch.tensor(self.inputs.width**0.5, dtype=self.dtype))
-        self._embedded = step.segments, hidden.clone(), rows
+        given = hidden.clone()
+        if images is not None and step.image_features is not None:
+            given[images.to(given.device)] = step.image_features.to(given)
+        self._embedded = step.segments, given, rows
         return hidden
 
     @override

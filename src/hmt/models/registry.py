@@ -96,6 +96,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[Config, torch.dtype], Model]]] = {
 _PUBLISHED = {"BailingMoeV3ForCausalLM": "BailingHybridForCausalLM"}
 # Text parts of multimodal models that compute, for text alone, what a family does.
 _ALIKE = {
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
@@ -105,6 +106,7 @@ _ROTARY = ("rope_scaling", "rope_parameters")
 # How their rotary positions have three axes, as their code says; sections where the file has none.
 _INTERLEAVED = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
 _AXES: dict[str, dict[str, Any]] = {
+    "glm4v_moe_text": {"mrope_section": [8, 12, 12]},
     "qwen2_vl_text": {"mrope_section": [16, 24, 24]},
     "qwen2_5_vl_text": {"mrope_section": [16, 24, 24]},
     "qwen3_vl_text": _INTERLEAVED,

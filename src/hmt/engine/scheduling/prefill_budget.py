@@ -2,7 +2,23 @@
 
 from collections.abc import Sequence
 
+from hmt.base.errors import RequestError
 from hmt.contracts.model import PAGE_TOKENS
+from hmt.engine.scheduling.sequence import SequenceState
+
+
+def prefill_shares(sequences: Sequence[SequenceState], budget: int, interval: int) -> list[int]:
+    """Of `budget` tokens, how many each sequence gets of its prompt.
+
+    interval   of `to_border`; 0: steps may begin anywhere
+    """
+    left = [(one.computed, len(one.tokens) - one.computed) for one in sequences]
+    shares = split_prefill_budget(left, budget)
+    shares = keep_blocks([(one.computed, one.blocks) for one in sequences], shares, budget)
+    if not interval:
+        return shares
+    asked = zip(sequences, shares, strict=True)
+    return [to_border(one.computed, len(one.tokens), count, interval) for one, count in asked]
 
 
 def split_prefill_budget(left: Sequence[tuple[int, int]], budget: int) -> list[int]:
@@ -37,6 +53,42 @@ def split_prefill_budget(left: Sequence[tuple[int, int]], budget: int) -> list[i
         rest -= give(number, rest)
     give(0, rest)
     return counts
+
+
+def check_blocks(blocks: Sequence[tuple[int, int]], budget: int) -> None:
+    """Raise RequestError where a block has more tokens than a step's `budget`."""
+    most = max((end - first for first, end in blocks), default=0)
+    if most > budget:
+        raise RequestError(
+            f"an image has {most} tokens that see each other, and a step has at most {budget} of "
+            f"prompts: load the model with --max-prefill-tokens {most}"
+        )
+
+
+def keep_blocks(
+    left: Sequence[tuple[int, Sequence[tuple[int, int]]]], counts: Sequence[int], budget: int
+) -> list[int]:
+    """`counts` by which no chunk ends within a block, whose tokens see each other.
+
+    left   (tokens computed, blocks) of each prompt; no block has more tokens than `budget`
+
+    A chunk ends at the last page, or else the last token, before a block that it would cut.  The
+    first prompt gets what its next block needs, if others then wait.
+    """
+    kept: list[int] = []
+    for number, ((computed, blocks), count) in enumerate(zip(left, counts, strict=True)):
+        if number and sum(kept) + count > budget:  # the first took of it
+            count = (computed + max(0, budget - sum(kept))) // PAGE_TOKENS * PAGE_TOKENS - computed
+            count = max(0, count)
+        end = computed + count
+        for first, behind in blocks:
+            if first < end < behind:
+                page = first // PAGE_TOKENS * PAGE_TOKENS
+                end = page if page > computed else max(first, computed)
+        if end == computed and not number:
+            end = next((behind for first, behind in blocks if first <= computed < behind), end)
+        kept.append(end - computed)
+    return kept
 
 
 def to_border(computed: int, tokens: int, count: int, interval: int) -> int:

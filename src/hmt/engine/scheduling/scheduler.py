@@ -15,7 +15,7 @@ from hmt.engine.scheduling.draft_branches import Alternatives, DraftBranches
 from hmt.engine.scheduling.kv_operations import KVOperationLog
 from hmt.engine.scheduling.kv_reservation import KVReservation
 from hmt.engine.scheduling.output_length import OutputLengthEstimate
-from hmt.engine.scheduling.prefill_budget import split_prefill_budget, to_border
+from hmt.engine.scheduling.prefill_budget import check_blocks, prefill_shares
 from hmt.engine.scheduling.request_queue import RequestQueue, Taken
 from hmt.engine.scheduling.sequence import Load, PromptEnd, SequenceState, by_rank
 from hmt.kvcache import KVAllocator, checkpoint_interval
@@ -129,6 +129,7 @@ class Scheduler:
         owner, salt = sequence.owner, sequence.cache_salt
         if not isinstance(owner, str) or not isinstance(salt, str):
             raise RequestError(f"owner {owner!r} and cache_salt {salt!r} must be text")
+        check_blocks(sequence.blocks, self._chunk)
         needed = -(-sequence.max_total_tokens // PAGE_TOKENS) * PAGE_TOKENS
         if needed > self._allocator.capacity_tokens:
             raise ContextLengthError(
@@ -156,15 +157,8 @@ class Scheduler:
             self._admit()
         running = [one for one in self._running if not one.is_unsettled]
         reading = [one for one in running if one.computed < one.prefill_tokens]
-        shares = split_prefill_budget(
-            [(s.computed, len(s.tokens) - s.computed) for s in reading], self._chunk
-        )
-        if self._checkpoints:
-            most = checkpoint_interval(self._chunk)
-            shares = [
-                to_border(s.computed, len(s.tokens), n, most)
-                for s, n in zip(reading, shares, strict=True)
-            ]
+        interval = checkpoint_interval(self._chunk) if self._checkpoints else 0
+        shares = prefill_shares(reading, self._chunk, interval)
         counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
         segments = [
             self._segment(sequence, count, () if reading else self._drafts(sequence, len(running)))
@@ -210,6 +204,7 @@ class Scheduler:
             preceding=tuple(sequence.tokens[max(0, first - self._token_window) : first]),
             images=sequence.image_tokens(first, last),
             axes=sequence.axes_of(first, last + len(drafts)),
+            blocks=sequence.blocks_in(first, last),
         )
 
     def take_back(self, sequence: SequenceState) -> None:

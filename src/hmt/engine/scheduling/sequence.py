@@ -54,6 +54,8 @@ class SequenceState:
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
     images            tokens of the prompt that stand for images, and `image_hold` which keeps these
     axes              rotary positions of the prompt's tokens on three axes; (): by their places
+    blocks            (first, behind the last) tokens of the prompt that see each other: one step
+                      computes those that are not computed
     deadline_s        time.monotonic() at which it fails if it has not ended; None: never
     """
 
@@ -86,6 +88,7 @@ class SequenceState:
     images: tuple[ImageTokens, ...] = ()
     image_hold: object = None
     axes: tuple[tuple[int, ...], ...] = ()
+    blocks: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         self.prefill_tokens = self.whole = self.prompt_tokens
@@ -136,6 +139,10 @@ class SequenceState:
             if begin < end:
                 spans.append(ImageTokens(key, row + begin - offset, begin - first, end - begin))
         return tuple(spans)
+
+    def blocks_in(self, first: int, last: int) -> tuple[tuple[int, int], ...]:
+        """Those that tokens [first, last) are of."""
+        return tuple((begin, end) for begin, end in self.blocks if begin < last and end > first)
 
     def axes_of(self, first: int, last: int) -> tuple[tuple[int, ...], ...]:
         """Rotary positions of tokens [first, last) on three axes; (): by their places.

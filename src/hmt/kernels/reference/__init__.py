@@ -5,6 +5,7 @@ from hmt.kernels.reference.attention import (
     attend_part,
     attention,
     attention_output,
+    block_attention,
     merge_attention,
     page_masses,
     paged_attention,

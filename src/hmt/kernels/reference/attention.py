@@ -92,6 +92,37 @@ def attention_output(
     return out
 
 
+def block_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    start: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Attention of rows that see each other: to all positions, those behind a row included.
+
+    As `attention`, but that only a window hides anything: positions up to p - window of the row at
+    p.  Returns [queries, q_heads, value_dim] in query.dtype.
+    """
+    queries, heads, _ = query.shape
+    out = query.new_empty(queries, heads, value.shape[2])
+    step = max(1, ATTENTION_WORKSPACE_BYTES // (4 * heads * len(key)))
+    positions = torch.arange(len(key), device=query.device)
+    for first in range(0, queries, step):
+        rows = slice(first, min(first + step, queries))
+        scores = _scores(query[rows], key).mul_(scale)  # [kv_heads, group, rows, context]
+        if softcap:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        if window:
+            at = torch.arange(start + rows.start, start + rows.stop, device=query.device)[:, None]
+            scores.masked_fill_(positions <= at - window, -torch.inf)
+        out[rows] = _mix(scores.softmax(-1), value)
+    return out
+
+
 def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Attention over the union of disjoint positions, from (out, lse) of each (arXiv 2501.01005).
 

@@ -1,7 +1,7 @@
 """An image encoder: image processor, tower, and what stands for images in prompts."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,9 +13,9 @@ from hmt.contracts.image import ImageFeatures, ImagePrompt, PreparedImage
 from hmt.contracts.step import ImageTokens
 from hmt.contracts.store import Weights
 from hmt.models.vision.decoding import DECODING_BYTES
+from hmt.models.vision.processing import Processing
 from hmt.models.vision.tower import Tower
 
-_TAKEN: Final = ("pixel_values", "image_grid_thw")  # what towers are called with
 _KEPT: Final = 8  # of the largest images, of all requests, that memory is planned for
 _MOST_PATCHES: Final = 1 << 16  # of one image: where attention alone takes minutes
 
@@ -30,6 +30,8 @@ class TowerSizes:
     most_patches  of the largest image that the processor makes
     merge         patches in each direction that become one token
     extra         rows that the tower has besides those of patches, and that become tokens
+    kept          layers whose results are kept to the end
+    squares       numbers for each pair of patches of one tile, of masks
     """
 
     width: int
@@ -39,14 +41,15 @@ class TowerSizes:
     most_patches: int
     merge: int = 1
     extra: int = 0
+    kept: int = 0
+    squares: int = 0
 
     def patches(self, inputs: Mapping[str, Tensor]) -> int:
         """Of a prepared image."""
         grid = inputs.get("image_grid_thw")
         if grid is not None:
             return int(grid.prod())
-        height, width = inputs["pixel_values"].shape[-2:]
-        return (height // self.patch) * (width // self.patch)
+        return inputs["pixel_values"].numel() // (3 * self.patch**2)
 
     def tokens(self, patches: int) -> int:
         """That stand for an image of so many patches."""
@@ -58,11 +61,8 @@ class TowerSizes:
         With the pixels once more in the activations' dtype.
         """
         pixels = 2 * 3 * self.patch**2
-        return patches * (12 * self.width + 3 * self.wide + pixels) * max(itemsize, 4)
-
-    def feature_bytes(self, patches: int, itemsize: int) -> int:
-        """Of an image's features."""
-        return self.tokens(patches) * self.out_width * itemsize
+        numbers = patches * ((12 + self.kept) * self.width + 3 * self.wide + pixels)
+        return (numbers + self.squares * patches**2) * max(itemsize, 4)
 
 
 class Encoder:
@@ -70,73 +70,84 @@ class Encoder:
 
     axes   gives rotary positions of tokens on three axes (M-RoPE, arXiv 2409.12191), as
            transformers' `get_rope_index`; None: positions have one axis
+    together   an image's tokens see each other
     """
 
     def __init__(
-        self, tower: Tower, processor: Any, token: int, sizes: TowerSizes, axes: Any | None
+        self,
+        tower: Tower,
+        processing: Processing,
+        sizes: TowerSizes,
+        *,
+        axes: Any | None = None,
+        together: bool = False,
     ) -> None:
-        """`token` stands for an image in prompts."""
         self.tower = tower
-        self._processor = processor
-        self._token = token
+        self._processing = processing
         self._sizes = sizes
         self._axes = axes
+        self._together = together
         most, itemsize = sizes.most_patches, 4
-        kept = sizes.feature_bytes(most, itemsize) + most * 2 * 3 * sizes.patch**2 * itemsize
-        self.most_bytes = sizes.work_bytes(most, itemsize) + _KEPT * kept + DECODING_BYTES
+        pixels = most * 2 * 3 * sizes.patch**2
+        kept = (pixels + sizes.tokens(most) * sizes.out_width) * itemsize
+        work = sizes.work_bytes(most, itemsize) + tower.own_bytes
+        self.most_bytes = work + _KEPT * kept + DECODING_BYTES
 
     def prepare(self, pixels: Tensor) -> PreparedImage:
         """See ImageEncoder."""
         try:
-            made = self._processor(
-                images=[pixels.numpy()], return_tensors="pt", input_data_format="channels_last"
-            )
+            made = self._processing.made(pixels)
         except Exception as error:  # of transformers' code, for sizes that it cannot resize
             height, width = pixels.shape[:2]
             raise RequestError(
                 f"an image of {width} x {height} pixels cannot be prepared for this model: {error}"
             ) from error
-        inputs = {name: made[name] for name in _TAKEN if name in made}
+        inputs = {n: torch.as_tensor(made[n]) for n in self.tower.takes if n in made}
         patches = self._sizes.patches(inputs)
         if patches > _MOST_PATCHES:
             raise RequestError(
                 f"an image becomes {patches} patches; the most is {_MOST_PATCHES}: make it smaller"
             )
+        written = self._processing.written(made, self._sizes.tokens(patches))
+        tokens = written.count(self._processing.token)
         itemsize = inputs["pixel_values"].itemsize
         return PreparedImage(
-            _key(inputs),
-            inputs,
-            self._sizes.tokens(patches),
-            self._sizes.feature_bytes(patches, itemsize),
-            self._sizes.work_bytes(patches, itemsize),
+            key=_key(inputs),
+            inputs=inputs,
+            tokens=tokens,
+            feature_bytes=tokens * self._sizes.out_width * itemsize,
+            work_bytes=self._sizes.work_bytes(patches, itemsize) + self.tower.own_bytes,
+            written=tuple(written),
         )
 
     def prompt(self, tokens: list[int], images: list[PreparedImage]) -> ImagePrompt:
         """See ImageEncoder."""
-        places = [number for number, token in enumerate(tokens) if token == self._token]
+        held = self._processing
+        places = [number for number, token in enumerate(tokens) if token == held.mark]
         if len(places) != len(images):
             raise RequestError(
-                f"the prompt has {len(places)} places for images (token {self._token}), and "
+                f"the prompt has {len(places)} places for images (token {held.mark}), and "
                 f"{len(images)} images were given: a chat needs an image part for each, other "
                 "prompts the token itself"
             )
-        whole: list[int] = []
-        spans: list[ImageTokens] = []
-        before = 0
-        for place, image in zip(places, images, strict=True):
-            whole += tokens[before:place]
-            spans.append(ImageTokens(image.key, 0, len(whole), image.tokens))
-            whole += [self._token] * image.tokens
-            before = place + 1
-        whole += tokens[before:]
-        return ImagePrompt(whole, tuple(spans), self._positions(whole, spans, images))
+        whole: list[int] = tokens[: places[0]]
+        for place, end, image in zip(places, [*places[1:], len(tokens)], images, strict=True):
+            whole = held.joined(whole, image.written)
+            whole = held.joined(whole, tokens[place + 1 : end])
+        if whole.count(held.token) != sum(image.tokens for image in images):
+            raise RequestError(
+                f"the prompt has tokens {held.token} besides those of its images: leave them out"
+            )
+        spans = tuple(_spans(whole, held.token, images))
+        blocks = tuple((s.offset, s.offset + s.length) for s in spans) if self._together else ()
+        return ImagePrompt(whole, spans, self._positions(whole, spans, images), blocks)
 
     def encode(self, image: PreparedImage, weights: Weights) -> ImageFeatures:
         """See ImageEncoder."""
         return self.tower.features(image.inputs, weights, image.tokens)
 
     def _positions(
-        self, tokens: list[int], spans: list[ImageTokens], images: list[PreparedImage]
+        self, tokens: list[int], spans: Sequence[ImageTokens], images: list[PreparedImage]
     ) -> tuple[tuple[int, ...], ...]:
         if self._axes is None:
             return ()
@@ -149,6 +160,18 @@ class Encoder:
             image_grid_thw=torch.cat([image.inputs["image_grid_thw"] for image in images]),
         )
         return tuple(tuple(axis) for axis in found[:, 0].tolist())
+
+
+def _spans(tokens: list[int], token: int, images: list[PreparedImage]) -> Iterator[ImageTokens]:
+    """Runs of `token`, which stands for rows of the images' features in turn."""
+    places = [number for number, one in enumerate(tokens) if one == token]
+    for image in images:
+        own, places = places[: image.tokens], places[image.tokens :]
+        first = 0
+        for number, place in enumerate(own):
+            if number + 1 == len(own) or own[number + 1] != place + 1:
+                yield ImageTokens(image.key, first, own[first], number + 1 - first)
+                first = number + 1
 
 
 def _key(inputs: Mapping[str, Tensor]) -> str:

@@ -45,7 +45,10 @@ class VisionModel(ForwardingModel[Model]):
 
 
 class _WithoutAdded(FusedLayers):
-    """Layers in one call, but for steps in which something is added between them."""
+    """Layers in one call, but for steps in which something is added between them.
+
+    And those in which tokens see later ones.
+    """
 
     def __init__(self, fused: FusedLayers) -> None:
         self._fused = fused
@@ -57,4 +60,5 @@ class _WithoutAdded(FusedLayers):
 
     @override
     def __call__(self, hidden: Tensor, step: Step) -> bool:
-        return not step.layer_features and self._fused(hidden, step)
+        usual = not step.layer_features and not step.has_blocks
+        return usual and self._fused(hidden, step)

@@ -14,6 +14,7 @@ from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
 from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
+from hmt.models.vision.processing import Processing, with_text
 
 # Whose image processor tells of a grid of patches, and whose positions have three axes.
 _OF_GRIDS: Final = (
@@ -23,8 +24,16 @@ _OF_GRIDS: Final = (
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "glm4v_moe",
+    "glm46v",
 )
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
+# Whose features take the place of embeddings, and nothing else, though their models need more to
+# be called.  Of all types but these three groups it is seen by calling them.
+_REPLACING: Final = ("gemma3", "gemma4", "idefics3")
+# Towers that make masks.
+_MASKED: Final = ("pixtral", "gemma4_vision", "idefics3_vision", "smolvlm_vision")
+_PROBED: Final = 1536  # pixels in each direction of what stands for the largest image
 _TOKENS: Final = ("image_token_id", "image_token_index")
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 _MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
@@ -47,7 +56,7 @@ def with_vision(
     if not isinstance(config.get("vision_config"), Mapping):
         return model
     kind = config.get("model_type")
-    if kind not in _OF_GRIDS + _PLAIN:
+    if not _of_images(kind):
         return _without(model, f"HMT has no images for models of type {kind!r:.60}")
     if not names:
         return _without(model, "packs and GGUF files hold the part for text alone")
@@ -74,6 +83,13 @@ def with_vision(
     return seeing
 
 
+def _of_images(kind: Any) -> bool:
+    """Whether transformers has models of this type that make text of images."""
+    from transformers.models.auto import modeling_auto  # names only, yet it takes a second
+
+    return kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
 def _without(model: Model, why: str) -> Model:
     model.spec = replace(model.spec, remarks=(*model.spec.remarks, f"images are refused: {why}"))
     return model
@@ -82,21 +98,37 @@ def _without(model: Model, why: str) -> Model:
 def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Encoder:
     """Raises errors of many kinds where configurations are not what they should be."""
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
+    from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
     whole = module_tree.read(config)
     tree = module_tree.build(whole, config["architectures"][0], dtype, by_name=False, listed=False)
     text = tree.model.get_decoder()
     path = next(name for name, module in tree.model.named_modules() if module is text)
+    token = int(next(getattr(whole, name) for name in _TOKENS if hasattr(whole, name)))
+    kind = config["model_type"]
+    if kind not in _OF_GRIDS + _PLAIN + _REPLACING:
+        check_replaces(tree.model, text, token)
     tower = Tower(tree.model, path, key_map.find(tree.model))
-    token = next(getattr(whole, name) for name in _TOKENS if hasattr(whole, name))
     processor = _processor(folder)
-    grid = config["model_type"] in _OF_GRIDS
-    sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
-    axes = tree.model.base_model.get_rope_index if grid else None
-    encoder = Encoder(tower, processor, int(token), sizes, axes)
-    _check_processor(encoder, whole.vision_config, grid=grid)
+    if kind not in _OF_GRIDS + _PLAIN:
+        processing = with_text(whole, folder, token, processor)
+        sizes = _probed_sizes(whole, processing)
+        return Encoder(tower, processing, sizes, together=_together(whole))
+    processing = Processing(processor, token, token)
+    if kind in _PLAIN:
+        encoder = Encoder(tower, processing, _plain_sizes(whole))
+    else:
+        axes = tree.model.base_model.get_rope_index
+        encoder = Encoder(tower, processing, _grid_sizes(whole, processor), axes=axes)
+    _check_processor(encoder, whole.vision_config, grid=kind in _OF_GRIDS)
     return encoder
+
+
+def _together(config: Any) -> bool:
+    """Whether an image's tokens see each other."""
+    seen = getattr(config.get_text_config(), "use_bidirectional_attention", None)
+    return config.model_type == "gemma3" or (config.model_type == "gemma4" and seen == "vision")
 
 
 def _check_text(model: Model, *, axes: bool) -> None:
@@ -169,4 +201,22 @@ def _plain_sizes(config: Any) -> TowerSizes:
         patch=vision.patch_size,
         most_patches=(vision.image_size // vision.patch_size) ** 2,
         extra=first - cut,
+    )
+
+
+def _probed_sizes(config: Any, processing: Processing) -> TowerSizes:
+    """By what the image processor makes of a large image."""
+    vision = config.vision_config
+    patch = vision.patch_size if isinstance(vision.patch_size, int) else max(vision.patch_size)
+    wide = getattr(vision, "intermediate_size", None) or 4 * vision.hidden_size
+    kept = getattr(config, "vision_feature_layer", -1) != -1
+    made = processing.made(torch.zeros(_PROBED, _PROBED, 3, dtype=torch.uint8))
+    return TowerSizes(
+        width=vision.hidden_size,
+        wide=wide,
+        out_width=config.get_text_config().hidden_size,
+        patch=patch,
+        most_patches=made["pixel_values"].numel() // (3 * patch**2),
+        kept=vision.num_hidden_layers if kept else 0,
+        squares=2 if vision.model_type in _MASKED else 0,
     )

@@ -1,6 +1,8 @@
 """transformers' vision tower and projector, whose parts lease their weights one after the other."""
 
+import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ class Tower:
     Its modules hold no numbers.  Each layer, and each other part, is a block: a call leases it,
     and lets it go before the next one is leased.  Weights are computed with as they were
     published, in the activations' dtype.
+
+    takes       names of what is known of an image, by which features are asked for
+    own_bytes   of parameters that are copied while features are computed
     """
 
     def __init__(self, model: Any, text: str, published: Published) -> None:
@@ -30,22 +35,33 @@ class Tower:
         Raises LookupError for a part that cannot be cut into blocks.
         """
         self._model = model
-        parts = [name for name in _parts(model, text)]
+        whole = model if hasattr(model, "get_image_features") else model.base_model
+        self._features = whole.get_image_features
+        self.takes = tuple(inspect.signature(self._features).parameters)
+        self._own: list[tuple[nn.Module, BlockId, dict[str, Value]]] = []
+        self.own_bytes = 0
         blocks = []
-        for number, path in enumerate(parts):
+        for number, (path, whole) in enumerate(list(_parts(model, text))):
             module = model.get_submodule(path)
-            unit = Unit(module, path)
-            unit.block = BlockId(TRUNK, BlockKind.VISION, number)
+            block = BlockId(TRUNK, BlockKind.VISION, number)
+            tensors = dict(_tensors(module) if whole else _direct(module))
             specs: list[ParamSpec] = []
-            for name, tensor in _tensors(module):
+            values: dict[str, Value] = {}
+            for name, tensor in tensors.items():
                 if not published.whole(f"{path}.{name}"):
                     raise LookupError(f"{path}.{name} is published in an unknown form")
                 held = published.specs(f"{path}.{name}", name, Role.VECTOR)
                 names = tuple(spec.name for spec in held)
-                unit.values[name] = Value(names, tuple(tensor.shape), tensor.dtype)
+                values[name] = Value(names, tuple(tensor.shape), tensor.dtype)
                 specs += held
-            blocks.append(BlockSpec(unit.block, tuple(specs)))
-            put(model, path, unit)
+            blocks.append(BlockSpec(block, tuple(specs)))
+            if whole:
+                unit = Unit(module, path)
+                unit.block, unit.values = block, values
+                put(model, path, unit)
+            else:
+                self._own.append((module, block, values))
+                self.own_bytes += sum(tensor.nbytes for tensor in tensors.values())
         self.blocks = tuple(blocks)
 
     @torch.inference_mode()
@@ -53,8 +69,10 @@ class Tower:
         self, inputs: Mapping[str, Tensor], weights: Weights, tokens: int
     ) -> ImageFeatures:
         """Features of one image.  Raises RequestError where these are not `tokens` rows."""
-        with in_context(CallContext(weights)):
-            out = self._model.get_image_features(**inputs, return_dict=True)
+        dtype = self._model.dtype
+        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+        with self._with_own(weights), in_context(CallContext(weights)):
+            out = self._features(**given, return_dict=True)
         rows = _rows(out.pooler_output)
         if len(rows) != tokens:
             raise RequestError(
@@ -64,6 +82,21 @@ class Tower:
         layers = getattr(out, "deepstack_features", None) or ()
         return ImageFeatures(rows, tuple(map(_rows, layers)))
 
+    @contextmanager
+    def _with_own(self, weights: Weights) -> Iterator[None]:
+        """Let modules that have layers hold copies of their own parameters, which are few."""
+        with ExitStack() as after:
+            for module, block, values in self._own:
+                with weights.lease(block) as params:
+                    copies = {name: value.of(params).clone() for name, value in values.items()}
+                for name, copy in copies.items():
+                    held: dict[str, Any] = module._buffers
+                    if name in module._parameters:
+                        held = module._parameters
+                    after.callback(held.__setitem__, name, held[name])
+                    held[name] = copy
+            yield
+
 
 def _rows(features: Any) -> Tensor:
     """Features of one image, as [tokens, hidden_size]."""
@@ -71,28 +104,31 @@ def _rows(features: Any) -> Tensor:
     return joined.reshape(-1, joined.shape[-1])
 
 
-def _parts(model: nn.Module, text: str) -> Iterator[str]:
-    """Paths of modules that are leased whole: layers of lists, and what has none in it."""
+def _parts(model: nn.Module, text: str) -> Iterator[tuple[str, bool]]:
+    """Paths of modules that are leased: whole, or with nothing but their own parameters.
+
+    Whole are layers of lists, and what has no list in it.
+    """
     output = model.get_output_embeddings()  # type: ignore[operator]
     for path, module in model.named_children():
         if module is not output:
             yield from _inside(module, path, text)
 
 
-def _inside(module: nn.Module, path: str, text: str) -> Iterator[str]:
-    if path == text or next(_tensors(module), None) is None:
+def _inside(module: nn.Module, path: str, text: str) -> Iterator[tuple[str, bool]]:
+    if path == text or "audio" in path or next(_tensors(module), None) is None:
         return
     holds_text = text.startswith(f"{path}.")
     lists = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
     if not lists and not holds_text:
-        yield path
+        yield path, True
         return
     if own_params(module):
-        raise LookupError(f"{path} has parameters ({', '.join(own_params(module))}) and layers")
+        yield path, False
     for name, child in module.named_children():
         if isinstance(module, nn.ModuleList):
             if next(_tensors(child), None) is not None:
-                yield f"{path}.{name}"
+                yield f"{path}.{name}", True
         else:
             yield from _inside(child, f"{path}.{name}", text)
 
@@ -100,8 +136,14 @@ def _inside(module: nn.Module, path: str, text: str) -> Iterator[str]:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and buffers that checkpoints have, by name."""
     for path, inner in module.named_modules():
-        for name in own_params(inner):
-            tensor = inner._parameters.get(name)
-            held = inner._buffers[name] if tensor is None else tensor
-            assert held is not None
-            yield (f"{path}.{name}" if path else name), held
+        for name, tensor in _direct(inner):
+            yield (f"{path}.{name}" if path else name), tensor
+
+
+def _direct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those of a module itself."""
+    for name in own_params(module):
+        tensor = module._parameters.get(name)
+        held = module._buffers[name] if tensor is None else tensor
+        assert held is not None
+        yield name, held

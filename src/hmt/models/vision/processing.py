@@ -1,0 +1,161 @@
+"""Images as a tower takes them, and what is written in a prompt in the place of each."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+_MOST: Final = 1 << 20  # of a number in a processor's file, which strings are repeated by
+
+
+class Processing:
+    """transformers' image processor; one token stands for each row of features, and nothing else.
+
+    mark    token that stands for an image in a prompt as it is given
+    token   that stands for one row of its features
+    """
+
+    def __init__(self, processor: Any, mark: int, token: int) -> None:
+        self._processor = processor
+        self.mark = mark
+        self.token = token
+
+    def made(self, pixels: Tensor) -> Mapping[str, Any]:
+        """What the processor makes of uint8 [height, width, 3], and raises where it cannot."""
+        made: Mapping[str, Any] = self._processor(
+            images=[pixels.numpy()], return_tensors="pt", input_data_format="channels_last"
+        )
+        return made
+
+    def written(self, made: Mapping[str, Any], rows: int) -> list[int]:
+        """Tokens in the place of an image that has so many `rows`, as far as sizes tell."""
+        return [self.token] * rows
+
+    def joined(self, left: Sequence[int], right: Sequence[int]) -> list[int]:
+        """Tokens of a text and of what follows it."""
+        return [*left, *right]
+
+
+class WithRows(Processing):
+    """Rows of an image each have a token behind them, as Pixtral's.
+
+    side    pixels of a token in each direction
+    behind  a row, and the last one
+    """
+
+    def __init__(self, processor: Any, token: int, side: int, behind: tuple[int, int]) -> None:
+        super().__init__(processor, token, token)
+        self._side = side
+        self._behind = behind
+
+    def made(self, pixels: Tensor) -> Mapping[str, Any]:
+        """See Processing."""
+        made: Mapping[str, Any] = self._processor(
+            images=[pixels.numpy()],
+            patch_size={"height": self._side, "width": self._side},
+            return_tensors="pt",
+            input_data_format="channels_last",
+        )
+        return made
+
+    def written(self, made: Mapping[str, Any], rows: int) -> list[int]:
+        """See Processing."""
+        height, width = (int(pixels) // self._side for pixels in made["image_sizes"][0])
+        between, last = self._behind
+        tokens = ([self.token] * width + [between]) * height
+        return [*tokens[:-1], last]
+
+
+class WithText(Processing):
+    """transformers' processor of the model writes a text, in the tokens of its tokenizer."""
+
+    def __init__(self, processor: Any, token: int) -> None:
+        """Raises ValueError where a prompt cannot say where an image is."""
+        self._tokenizer = processor.tokenizer
+        mark = self._tokens(processor.image_token)
+        if len(mark) != 1:
+            raise ValueError(f"its mark of images is {len(mark)} tokens")
+        super().__init__(processor, mark[0], token)
+        self._added = set(self._tokenizer.added_tokens_decoder)
+
+    def made(self, pixels: Tensor) -> Mapping[str, Any]:
+        """See Processing."""
+        made: Mapping[str, Any] = self._processor(
+            images=[pixels.numpy()],
+            text=[self._processor.image_token],
+            add_special_tokens=False,
+            padding=False,
+            return_tensors="pt",
+            input_data_format="channels_last",
+        )
+        return made
+
+    def written(self, made: Mapping[str, Any], rows: int) -> list[int]:
+        """See Processing."""
+        found: list[int] = made["input_ids"][0].tolist()
+        return found
+
+    def joined(self, left: Sequence[int], right: Sequence[int]) -> list[int]:
+        """See Processing.
+
+        Text that meets is encoded together, as it is where a prompt is encoded with its images.
+        """
+        end = next((n for n, t in enumerate(reversed(left)) if t in self._added), len(left))
+        begin = next((n for n, t in enumerate(right) if t in self._added), len(right))
+        tail, head = list(left[len(left) - end :]), list(right[:begin])
+        if tail and head:
+            texts = [self._tokenizer.decode(part) for part in (tail, head)]
+            if [self._tokens(text) for text in texts] == [tail, head]:
+                tail, head = self._tokens("".join(texts)), []
+        return [*left[: len(left) - end], *tail, *head, *right[begin:]]
+
+    def _tokens(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+
+def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
+    """As transformers' processor of a type does it.
+
+    config   transformers', of the whole model
+    token    that stands for one row of features
+    images   its image processor
+    Raises errors of many kinds where files are not what they should be.
+    """
+    import transformers  # it takes a second
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
+    if name is None:
+        raise LookupError(f"transformers has no processor for {config.model_type}")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
+    if name == "PixtralProcessor":  # its module needs torchvision, if only to be imported
+        side = config.vision_config.patch_size * config.spatial_merge_size
+        known: Any = tokenizer  # by its hints it returns other types
+        between, last = known.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])
+        if {between, last} & {None, tokenizer.unk_token_id}:
+            raise LookupError("its tokenizer has no [IMG_BREAK] and [IMG_END]")
+        return WithRows(images, token, side, (between, last))
+    kind = getattr(transformers, name)
+    return WithText(_processor(kind, folder, images, tokenizer), token)
+
+
+def _processor(kind: Any, folder: Path, images: Any, tokenizer: Any) -> Any:
+    """A processor of class `kind` that reads images and text."""
+    fields, options = kind.get_processor_dict(str(folder), local_files_only=True)
+    for name, value in fields.items():
+        if isinstance(value, int | float) and not abs(value) <= _MOST:
+            raise ValueError(f"{name} of its processor is {value}")
+
+    class OfImages(kind):  # type: ignore[misc]
+        """Without the parts for video and sound."""
+
+        check_argument_for_proper_class: Callable[..., None] = lambda *_: None
+
+    OfImages.__name__ = kind.__name__
+    parts = {"image_processor": images, "tokenizer": tokenizer}
+    args = [parts.get(name) for name in kind.get_attributes()]
+    return OfImages.from_args_and_dict(args, fields, **options)
