@@ -103,7 +103,7 @@ def prepare(
     `host_bytes` and `device_bytes` are what is left of the budgets for this model; None: all of the
     host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
-    source = open_source(path)
+    source = open_source(path, config.mmproj)
     dtype = dtype_for(config, source, on_gpu=is_gpu(device))
     model = open_model(source.config, source.path, dtype)
     if isinstance(model, MixtureOfRecursions):
@@ -113,7 +113,7 @@ def prepare(
             f"depth={config.depth}, but {path} is no mixture of recursions: all of its layers are "
             "applied to each token; leave it out"
         )
-    model = with_vision(model, source.config, source.path, source.checkpoint.records)
+    model = with_vision(model, source.checkpoint)
     return prepare_model(source, model, config, host_bytes, device, device_bytes)
 
 
