@@ -22,11 +22,14 @@ ARCHITECTURES = {
     "qwen2_vl": gguf.MODEL_ARCH.QWEN2VL,
     "qwen2_5_vl": gguf.MODEL_ARCH.QWEN2VL,
     "qwen3_vl": gguf.MODEL_ARCH.QWEN3VL,
+    "qwen3_vl_moe": gguf.MODEL_ARCH.QWEN3VLMOE,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
+    "qwen3_vl_moe": "qwen3vl_merger",
+    "qwen3_5": "qwen3vl_merger",
 }
 # Tokens of vision_models.py in Qwen's words.
 _WORDS = {4: "<|vision_start|>", 5: "<|vision_end|>", 6: "<|image_pad|>", 7: "<|video_pad|>"}
@@ -40,6 +43,8 @@ def write_text(model: PreTrainedModel, path: Path) -> Path:
     file = ModelFile(ARCHITECTURES[model.config.model_type], config, lambda name: "F32")
     tensors = model.state_dict()
     own = {n.replace("language_model.", ""): t for n, t in tensors.items() if "visual" not in n}
+    for name in [name for name in own if ".experts." in name]:
+        own |= _experts(name, own.pop(name))
     if config.tie_word_embeddings:
         own.pop("lm_head.weight", None)
     file.add(own)
@@ -53,6 +58,17 @@ def write_text(model: PreTrainedModel, path: Path) -> Path:
             writer.add_num_deepstack_layers(len(layers))
 
     return file.write(path, more)
+
+
+def _experts(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Matrices [out, in] of each expert."""
+    stem, _, last = name.rpartition(".")
+    found = {}
+    for number, matrix in enumerate(stacked):
+        kinds = ("gate", "up") if last == "gate_up_proj" else ("down",)
+        for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
+            found[f"{stem}.{number}.{kind}_proj.weight"] = part
+    return found
 
 
 def _vocabulary(writer: GGUFWriter) -> None:
@@ -118,10 +134,10 @@ def _add_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any
         full = vision.fullatt_block_indexes
         writer.add_vision_n_wa_pattern(full[0] + 1 if full else vision.depth + 1)
         writer.add_uint32("clip.vision.window_size", vision.window_size)
-    if kind == "qwen3_vl":
+    if kind.startswith("qwen3"):
         writer.add_vision_use_gelu(True)
         writer.add_vision_spatial_merge_size(vision.spatial_merge_size)
-        deep = vision.deepstack_visual_indexes
+        deep = getattr(vision, "deepstack_visual_indexes", ())
         writer.add_vision_is_deepstack_layers([n in deep for n in range(vision.depth)])
 
 
@@ -143,9 +159,9 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, list[tuple[str, torc
         elif parts[1] == "deepstack_merger_list":
             layer = vision.deepstack_visual_indexes[int(parts[2])]
             yield name, [(f"v.deepstack.{layer}.{_DEEPSTACK[parts[3]]}.{last}", tensor)]
-        elif kind == "qwen3_vl" and parts[1] == "merger":
+        elif kind.startswith("qwen3") and parts[1] == "merger":
             yield name, [(f"{_MERGER[parts[2]]}.{last}", tensor)]
-        elif ".qkv." in name and kind != "qwen3_vl":
+        elif ".qkv." in name and not kind.startswith("qwen3"):
             own = [
                 (names.get_name(stem.replace("qkv", head)), rows)
                 for head, rows in zip("qkv", tensor.chunk(3), strict=True)

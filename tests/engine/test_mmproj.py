@@ -5,9 +5,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf_conventions
 import pytest
+import torch
+from gguf_conventions import VOCABULARY, conventions
 from mmproj_files import write_mmproj, write_text
+from transformers import CONFIG_MAPPING, Qwen3_5ForConditionalGeneration
 from vision_models import BEGIN, END, IMAGE, picture, publish, vision_model
+from vision_models import CASES as VISION_CASES
 
 import hmt
 from hmt.base.errors import CheckpointError, RequestError
@@ -23,6 +28,7 @@ CASES = {
     "qwen2_5_vl-Q8_0": ("qwen2_5_vl", "Q8_0", QUANTISED),
     "qwen3_vl": ("qwen3_vl", "F16", {}),
     "qwen3_vl-Q8_0": ("qwen3_vl-flat", "Q8_0", QUANTISED),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "F32", {}),
 }
 
 
@@ -137,3 +143,46 @@ def test_an_encoder_is_for_gguf_files(files_of: Any) -> None:
         answer(folder, asked(), mmproj=file.with_name("mmproj-F16.gguf"))
     with pytest.raises(CheckpointError, match="is of architecture 'qwen3vl'"):
         answer(file, asked(), mmproj=file)
+
+
+def test_a_hybrid_sees_by_an_encoder_without_deepstack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5: its language model is the converter's own file."""
+    one = conventions()["qwen35"]
+    wrap = gguf_conventions.vocabulary
+
+    def words(writer: Any) -> None:
+        wrap(writer)
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[-3:] = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+
+    monkeypatch.setattr(gguf_conventions, "vocabulary", words)
+    begin, end, image = range(VOCABULARY - 3, VOCABULARY)
+    text = {name: value for name, value in one.config.items() if name != "architectures"}
+    config = CONFIG_MAPPING["qwen3_5"](
+        text_config=text,
+        vision_config=VISION_CASES["qwen3_5"][2] | {"out_hidden_size": text["hidden_size"]},
+        image_token_id=image,
+        vision_start_token_id=begin,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(3)
+    model = Qwen3_5ForConditionalGeneration(config).float().eval()
+    numbers_of = {
+        name.replace("model.", "model.language_model.", 1): torch.from_numpy(array)
+        for name, array in one.numbers().items()
+    }
+    assert not model.load_state_dict(numbers_of, strict=False).unexpected_keys
+    (tmp_path / "folder").mkdir()
+    publish(model, tmp_path / "folder")
+    write_mmproj(model, tmp_path / "mmproj.gguf")
+    file = one.write(tmp_path / "model.gguf", "F32")
+    prompt = [30, 31, begin, image, end, 40, 41]
+    wanted, found = (
+        answer(path, asked(prompt, IMAGES[:1]), activations="exact")
+        for path in (tmp_path / "folder", file)
+    )
+    assert found.prompt_tokens == wanted.prompt_tokens > len(prompt) + 10
+    assert numbers(found) == pytest.approx(numbers(wanted), abs=1e-4)

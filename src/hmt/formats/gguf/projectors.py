@@ -79,7 +79,7 @@ def _silu_windows(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, 
     full = [number for number in range(depth) if not every or (number + 1) % every == 0]
     return {
         "hidden_size": _width(records),
-        "intermediate_size": _size(records, "v.blk.0.ffn_up.weight", 0),
+        "intermediate_size": _wide(records),
         "hidden_act": "silu",
         "fullatt_block_indexes": full,
         "window_size": keys.count("vision.window_size", _WINDOW),
@@ -89,8 +89,7 @@ def _silu_windows(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, 
 
 def _quick_gelu(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """Qwen2-VL's."""
-    width = _width(records)
-    wide = max(record.shape[0] for name, record in records.items() if _is_wide(name))
+    width, wide = _width(records), _wide(records)
     return {
         "embed_dim": width,
         "hidden_size": _size(records, "mm.2.weight", 0),
@@ -99,16 +98,12 @@ def _quick_gelu(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, An
     }
 
 
-def _is_wide(name: str) -> bool:
-    return name in ("v.blk.0.ffn_up.weight", "v.blk.0.ffn_down.weight")
-
-
 def _deepstack(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """Qwen3-VL's, some of whose layers tell the language model's first layers what they see."""
     layers = sorted({int(m[1]) for m in map(_DEEPSTACK.fullmatch, records) if m})
     return {
         "hidden_size": _width(records),
-        "intermediate_size": _size(records, "v.blk.0.ffn_up.weight", 0),
+        "intermediate_size": _wide(records),
         "hidden_act": "gelu_pytorch_tanh",
         "num_position_embeddings": _size(records, "v.position_embd.weight", 0),
         "deepstack_visual_indexes": layers,
@@ -319,6 +314,11 @@ def _depth(records: Mapping[str, TensorRecord]) -> int:
 
 def _width(records: Mapping[str, TensorRecord]) -> int:
     return _size(records, "v.blk.0.ln1.weight", 0)
+
+
+def _wide(records: Mapping[str, TensorRecord]) -> int:
+    """Numbers between the two matrices of a layer's network, whichever is called what."""
+    return max(_size(records, f"v.blk.0.{name}.weight", 0) for name in ("ffn_up", "ffn_down"))
 
 
 def _size(records: Mapping[str, TensorRecord], name: str, axis: int) -> int:
