@@ -4,6 +4,7 @@ Names come from the gguf package's own map, where the converter takes them from 
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -34,6 +35,7 @@ PROJECTORS = {
 # Tokens of vision_models.py in Qwen's words.
 _WORDS = {4: "<|vision_start|>", 5: "<|vision_end|>", 6: "<|image_pad|>", 7: "<|video_pad|>"}
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+_SWAPPED = re.compile(r"ffn_(up|down)")
 _DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 
@@ -99,17 +101,26 @@ def write_mmproj(
     writer = GGUFWriter(path, "clip")
     _add_keys(writer, model, changed)
     with torch.no_grad():
-        for name, parts in _tensors(model):
+        for parts in _tensors(model):
             for target, numbers in parts:
                 content, kind, held = _rounded(target, numbers, kinds)
-                writer.add_tensor(target, content, raw_dtype=kind)
+                writer.add_tensor(
+                    _SWAPPED.sub(_other, target) if changed.get("swapped") else target,
+                    content,
+                    raw_dtype=kind,
+                )
                 numbers.copy_(torch.from_numpy(held))
-            assert name
+    for name in changed.get("more", ()):
+        writer.add_tensor(name, np.zeros(4, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _other(match: re.Match[str]) -> str:
+    return "ffn_down" if match[1] == "up" else "ffn_up"
 
 
 def _add_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any]) -> None:
@@ -141,8 +152,8 @@ def _add_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any
         writer.add_vision_is_deepstack_layers([n in deep for n in range(vision.depth)])
 
 
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
-    """Parameters, and what the file has of each: names, and views of the parameter."""
+def _tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """What the file has of each parameter: names, and views of it."""
     kind, vision = model.config.model_type, model.config.vision_config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(vision.depth, 3))
     for whole, tensor in model.state_dict().items():
@@ -152,25 +163,22 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, list[tuple[str, torc
         stem, _, last = name.rpartition(".")
         parts = name.split(".")
         if name == "visual.patch_embed.proj.weight":
-            yield (
-                name,
-                [(f"v.patch_embd.weight{s}", tensor[:, :, n]) for n, s in ((0, ""), (1, ".1"))],
-            )
+            yield [(f"v.patch_embd.weight{s}", tensor[:, :, n]) for n, s in ((0, ""), (1, ".1"))]
         elif parts[1] == "deepstack_merger_list":
             layer = vision.deepstack_visual_indexes[int(parts[2])]
-            yield name, [(f"v.deepstack.{layer}.{_DEEPSTACK[parts[3]]}.{last}", tensor)]
+            yield [(f"v.deepstack.{layer}.{_DEEPSTACK[parts[3]]}.{last}", tensor)]
         elif kind.startswith("qwen3") and parts[1] == "merger":
-            yield name, [(f"{_MERGER[parts[2]]}.{last}", tensor)]
+            yield [(f"{_MERGER[parts[2]]}.{last}", tensor)]
         elif ".qkv." in name and not kind.startswith("qwen3"):
             own = [
                 (names.get_name(stem.replace("qkv", head)), rows)
                 for head, rows in zip("qkv", tensor.chunk(3), strict=True)
             ]
-            yield name, [(f"{target}.{last}", rows) for target, rows in own]
+            yield [(f"{target}.{last}", rows) for target, rows in own]
         else:
             target = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert target is not None, name
-            yield name, [(target, tensor)]
+            yield [(target, tensor)]
 
 
 def _rounded(

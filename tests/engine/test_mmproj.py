@@ -17,6 +17,8 @@ from vision_models import CASES as VISION_CASES
 import hmt
 from hmt.base.errors import CheckpointError, RequestError
 from hmt.contracts.request import Completion, Request, Sampling
+from hmt.engine import EngineConfig
+from hmt.engine.loading.packs import convert
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 512, "host_memory": "64MiB"}
 IMAGES = (picture(37, 21), picture(18, 50, 1))
@@ -125,6 +127,10 @@ def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
     [
         ({"projector": "ldp"}, "projector of type 'ldp'; HMT reads qwen2.5vl_merger, "),
         ({"projector": "qwen2vl_merger"}, "belongs to models of architecture qwen2vl"),
+        (
+            {"more": ["v.blk.0.ls1.weight"]},
+            "1 tensors that HMT does not know.*'v.blk.0.ls1.weight'",
+        ),
         ({"patch_size": 7}, "patch_size 7, and its kernels are of 4 pixels"),
     ],
 )
@@ -135,6 +141,24 @@ def test_encoders_that_are_not_read_are_refused(
     mmproj = write_mmproj(vision_model("qwen3_vl"), tmp_path / "eyes.gguf", **changed)
     with pytest.raises(CheckpointError, match=why):
         answer(file, asked(), mmproj=mmproj)
+
+
+def test_older_files_call_matrices_otherwise(tmp_path: Path) -> None:
+    model = vision_model("qwen2_vl")
+    file = write_text(model, tmp_path / "model.gguf")
+    write_mmproj(model, tmp_path / "mmproj.gguf")
+    old = write_mmproj(model, tmp_path / "old.gguf", swapped=True)
+    wanted = numbers(answer(file, asked()))
+    assert numbers(answer(file, asked(), mmproj=old)) == wanted
+
+
+def test_a_pack_holds_the_part_for_text(files_of: Any, tmp_path: Path) -> None:
+    _, file = files_of("qwen3_vl")
+    convert(file, tmp_path / "pack", EngineConfig.resolve(host_memory="64MiB"))
+    text = asked(PROMPT[:3], ())
+    assert numbers(answer(tmp_path / "pack", text)) == numbers(answer(file, text))
+    with pytest.raises(RequestError, match="packs hold the part for text alone"):
+        answer(tmp_path / "pack", asked())
 
 
 def test_an_encoder_is_for_gguf_files(files_of: Any) -> None:

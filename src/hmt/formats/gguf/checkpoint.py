@@ -116,6 +116,7 @@ def _with_eyes(
         records={**checkpoint.records, **header.records},
         forms={**checkpoint.forms, **eyes.forms},
         processor=eyes.processor,
+        spare=checkpoint.spare | header.records.keys(),  # packs and drafts hold text alone
     )
 
 

@@ -31,7 +31,9 @@ _DEEPSTACK: Final = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
 _FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 _QUERIES: Final = ("attn_q", "attn_k", "attn_v")
 _WINDOW: Final = 112  # pixels, where a file does not say
-_MOST_MERGE: Final = 16
+_MERGE: Final = "vision.spatial_merge_size"
+_MOST_MERGE, _MOST_WINDOW = 16, 4096
+_SOUND: Final = ("a.", "mm.a.")  # parts of encoders of sound, which are left aside
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,17 @@ class Projector:
 
 def _silu_windows(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """Qwen2.5-VL's: the last layer of each so many sees all of an image, others a window."""
-    depth = _depth(records)
-    every = keys.number("vision.n_wa_pattern", 0)
+    depth, side = _depth(records), _size(records, _FRAMES[0], 3) * keys.count(_MERGE, 2)
+    every, window = keys.number("vision.n_wa_pattern", 0), keys.count("vision.window_size", _WINDOW)
+    if not side <= window <= _MOST_WINDOW:
+        raise keys.unread("vision.window_size", f"and a token has {side} pixels")
     full = [number for number in range(depth) if not every or (number + 1) % every == 0]
     return {
         "hidden_size": _width(records),
         "intermediate_size": _wide(records),
         "hidden_act": "silu",
         "fullatt_block_indexes": full,
-        "window_size": keys.count("vision.window_size", _WINDOW),
+        "window_size": window,
         "out_hidden_size": _size(records, "mm.2.weight", 0),
     }
 
@@ -208,7 +212,7 @@ def read_eyes(header: GgufHeader, projector: Projector) -> Eyes:
     keys = Keys(header.metadata, CLIP, str(header.path), records)
     width, depth = _width(records), _depth(records)
     heads, patch = keys.count("vision.attention.head_count"), _size(records, _FRAMES[0], 3)
-    merge = keys.count("vision.spatial_merge_size", 2)
+    merge = keys.count(_MERGE, 2)
     if width % heads or merge > _MOST_MERGE:
         raise HeaderError(
             f"{header.path}: {heads} heads of {width} numbers, or {merge} x {merge} patches of a "
@@ -225,11 +229,13 @@ def read_eyes(header: GgufHeader, projector: Projector) -> Eyes:
         "spatial_merge_size": merge,
         "temporal_patch_size": len(_FRAMES),
     }
-    layers = vision.get("deepstack_visual_indexes", ())
+    layers = vision.get("deepstack_visual_indexes", [])
+    forms = _forms(header, projector, layers)
+    _check_all_read(header, forms)
     return Eyes(
         vision,
         _processor(keys, projector, patch, merge),
-        _forms(header, projector, layers),
+        forms,
         _size(records, "mm.2.weight", 0),
         len(layers),
     )
@@ -273,6 +279,23 @@ def _forms(header: GgufHeader, projector: Projector, deepstack: list[int]) -> di
                 forms[name] = Joined(pieces, (rows, *there[0].shape[1:]))
     forms[f"{_AT}{projector.trunk['v.patch_embd']}.weight"] = _kernel(header)
     return forms
+
+
+def _check_all_read(header: GgufHeader, forms: Mapping[str, Form]) -> None:
+    """Raise CheckpointError for a tensor that is no parameter: numbers would be others without."""
+    used: set[str] = set()
+    for form in forms.values():
+        for piece in form.pieces if isinstance(form, Joined) else (form,):
+            if isinstance(piece, TensorRecord):
+                used.add(piece.name)
+            else:
+                used.update(part.tensor for part in piece.parts.values())
+    left = [n for n in header.records if n not in used and not n.startswith(_SOUND)]
+    if left:
+        raise CheckpointError(
+            f"{header.path} has {len(left)} tensors that HMT does not know in an encoder of this "
+            f"type, first {left[0]!r}: use the model's safetensors, or a newer HMT"
+        )
 
 
 def _swapped(records: Mapping[str, TensorRecord]) -> dict[str, str]:
@@ -367,7 +390,8 @@ def seeing_config(
             f"have {wanted[0]}, with {wanted[1]} such layers"
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
-    numbers = {token: number for number, token in enumerate(tokens if tokens else ())}
+    there = tokens if isinstance(tokens, list) else []
+    numbers = {token: number for number, token in enumerate(there)}
     named = {key: numbers[t] for key, t in projector.tokens.items() if t in numbers}
     first, text = next(iter(projector.tokens.items()))
     if first not in named:
@@ -375,8 +399,8 @@ def seeing_config(
     kind, causal = model
     rope = dict(config["rope_parameters"])
     sections = metadata.get(f"{architecture}.rope.dimension_sections")
-    if sections:
-        rope["mrope_section"] = list(sections)[:3]
+    if isinstance(sections, list):
+        rope["mrope_section"] = sections[:3]
     if kind.startswith("qwen3"):
         rope["mrope_interleaved"] = True
     own = {"model_type": f"{kind}_text", "rope_parameters": rope}
