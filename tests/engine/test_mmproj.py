@@ -1,6 +1,8 @@
 """GGUF files of models that see: the numbers of the same models in safetensors, and errors."""
 
+import random
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from hmt.base.errors import CheckpointError, RequestError
 from hmt.contracts.request import Completion, Request, Sampling
 from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert
+from hmt.formats.gguf import open_gguf, read_gguf
+from hmt.formats.gguf.projectors import seeing_config
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 512, "host_memory": "64MiB"}
 IMAGES = (picture(37, 21), picture(18, 50, 1))
@@ -210,3 +214,42 @@ def test_a_hybrid_sees_by_an_encoder_without_deepstack(
     )
     assert found.prompt_tokens == wanted.prompt_tokens > len(prompt) + 10
     assert numbers(found) == pytest.approx(numbers(wanted), abs=1e-4)
+
+
+def test_damaged_encoders_are_errors_of_checkpoints(files_of: Any) -> None:
+    """Keys of other values and types, and tensors that are away or of other shapes."""
+    _, file = files_of("qwen2_5_vl")
+    text, eyes = (read_gguf(path) for path in (file, file.with_name("mmproj-BF16.gguf")))
+    config, rng = open_gguf(file).config["text_config"], random.Random(4)
+    values = (
+        0,
+        -1,
+        1,
+        7,
+        1 << 31,
+        0.5,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        [],
+        [1],
+        [0.5] * 3,
+        True,
+    )
+    refused = 0
+    for _ in range(600):
+        metadata, records = dict(eyes.metadata), dict(eyes.records)
+        for _ in range(rng.randrange(1, 3)):
+            metadata[rng.choice(list(metadata))] = rng.choice(values)
+            name = rng.choice(list(records))
+            shape = tuple(rng.choice((1, 3, 16)) for _ in range(rng.randrange(1, 5)))
+            if rng.random() < 0.3:
+                records[name] = replace(records[name], shape=shape)
+            elif rng.random() < 0.3:
+                del records[name]
+        try:
+            seeing_config(config, text.metadata, replace(eyes, metadata=metadata, records=records))
+        except CheckpointError:
+            refused += 1
+    assert 100 < refused < 600

@@ -300,8 +300,8 @@ def _check_all_read(header: GgufHeader, forms: Mapping[str, Form]) -> None:
 
 def _swapped(records: Mapping[str, TensorRecord]) -> dict[str, str]:
     """Files from before 2025 call a layer's first matrix ffn_down, and its second ffn_up."""
-    first = records.get("v.blk.0.ffn_up.weight")
-    if first is None or first.shape[0] != _width(records) or first.shape[1] == first.shape[0]:
+    name, width = "v.blk.0.ffn_up.weight", _width(records)
+    if _size(records, name, 0) != width or _size(records, name, 1) == width:
         return {}
     return {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
