@@ -163,10 +163,10 @@ TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{% if message.c
 {% endfor %}<|assistant|>"""
 
 
-def vision_model(name: str) -> PreTrainedModel:
-    """The model of a case, in f32, with random numbers."""
+def vision_model(name: str, **tower: Any) -> PreTrainedModel:
+    """The model of a case, in f32, with random numbers; `tower` are other fields of its tower."""
     kind, text, vision, own = CASES[name]
-    config = CONFIG_MAPPING[kind](text_config=_TEXT | text, vision_config=vision, **own)
+    config = CONFIG_MAPPING[kind](text_config=_TEXT | text, vision_config=vision | tower, **own)
     config.text_config.tie_word_embeddings = config.tie_word_embeddings
     config._attn_implementation = config._experts_implementation = "eager"
     made = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind])

@@ -47,6 +47,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "idle_unload": 60.0,
         "spill_dir": tmp_path,
         "disk_reader": "mmap",
+        "mmproj": tmp_path / "mmproj.gguf",
         "verify_reads": "always",
         "threads": 1,
         "numa": "0",

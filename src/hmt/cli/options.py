@@ -72,6 +72,13 @@ class EngineOptions:
         int | None,
         _memory("--context", "--max-context", help="Positions of KV cache to keep."),
     ] = None
+    mmproj: Annotated[
+        Path | None,
+        _compute(
+            help="File with a GGUF model's encoder of images; mmproj*.gguf beside the model when "
+            "left out."
+        ),
+    ] = None
     kv_gpu_memory: Annotated[
         str | None,
         _kv(

@@ -102,6 +102,8 @@ class Checkpoint:
                 their own
     vocabulary  what a GGUF file says of its tokenizer, by its keys; None where there are files
     spare       records that are known and that no model needs, such as scales of activations
+    processor   what preprocessor_config.json would say; None where there is that file, or no images
+    blind       why images cannot be encoded, where it is known without opening a model
     """
 
     path: Path
@@ -111,3 +113,5 @@ class Checkpoint:
     forms: Mapping[str, Form] = field(default_factory=dict)
     vocabulary: Mapping[str, Any] | None = None
     spare: frozenset[str] = frozenset()
+    processor: Mapping[str, Any] | None = None
+    blind: str = ""

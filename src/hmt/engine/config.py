@@ -57,6 +57,8 @@ class EngineConfig:
                           free
     gpu_id                which GPU: a number, or "fake" to try the tier without one; None: 0
     context               positions of KV over all requests; None: the planner's choice
+    mmproj                GGUF file with the encoder of images of a model in another GGUF file;
+                          None: mmproj*.gguf beside that one, if one belongs to it
     dtype                 of activations; "auto" follows the checkpoint
     activations           "auto" multiplies weights that were published in 8 bits and fewer with
                           activations rounded to int8; "exact" with activations as they are
@@ -129,6 +131,7 @@ class EngineConfig:
     gpu_memory_bytes: int | None = None
     gpu_id: str | None = None
     context: int | None = None
+    mmproj: Path | None = None
     dtype: str = "auto"
     activations: str = "auto"
     executor: str = "overlapped"
@@ -201,7 +204,7 @@ class EngineConfig:
             values["gpu_id"] = _gpu_id(values["gpu_id"])
         if isinstance(values.get("numa"), list):
             values["numa"] = tuple(values["numa"])
-        for name in ("trace", "expert_trace"):
+        for name in ("trace", "expert_trace", "mmproj"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
         for name in ("spill_dir", "kv_offload_dir"):

@@ -25,10 +25,12 @@ _OTHER_FORMATS: Final = {
 }
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, mmproj: Path | None = None) -> Checkpoint:
     """The checkpoint in folder `path`, or the GGUF file there.
 
     Of a folder reads config.json and the header of every shard.
+
+    mmproj   GGUF file with the encoder of images, for another GGUF file; None: one beside it
 
     Every `*.safetensors` file counts, whatever the index says; the index only decides which of
     two copies of a tensor is meant and reveals shards that are missing.  Raises MissingFileError
@@ -37,7 +39,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     folder = Path(path)
     if is_gguf(folder):
-        return open_gguf(folder)
+        return open_gguf(folder, mmproj)
+    if mmproj is not None:
+        raise CheckpointError(
+            f"mmproj={mmproj} is for GGUF files, and {folder} has its encoder of images, if any, "
+            "among its safetensors: leave it out"
+        )
     if not folder.is_dir():
         found = "a file" if folder.exists() else "not there"
         raise MissingFileError(

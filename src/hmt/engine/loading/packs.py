@@ -99,7 +99,9 @@ def verify(
 def _subject(path: Path, scheme: Scheme) -> Subject:
     checkpoint = opened(path)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
-    model = with_vision(model, checkpoint.config, checkpoint.path, checkpoint.records)
+    # What prepares images for an encoder of a GGUF file is not kept in packs.
+    names = checkpoint.records if checkpoint.processor is None else ()
+    model = with_vision(model, checkpoint, names)
     for remark in model.spec.remarks:
         if remark.startswith(IMAGES_REFUSED):
             logger.warning("the pack holds no encoder of images: %s", remark)

@@ -116,7 +116,7 @@ def prepare(
 
 def open_parts(path: Path, config: EngineConfig, *, on_gpu: bool) -> tuple[Source, Model]:
     """A checkpoint or pack, and its model.  Raises as `prepare`."""
-    source = open_source(path)
+    source = open_source(path, config.mmproj)
     dtype = dtype_for(config, source, on_gpu=on_gpu)
     model = open_model(source.config, source.path, dtype)
     if isinstance(model, MixtureOfRecursions):
@@ -126,7 +126,7 @@ def open_parts(path: Path, config: EngineConfig, *, on_gpu: bool) -> tuple[Sourc
             f"depth={config.depth}, but {path} is no mixture of recursions: all of its layers are "
             "applied to each token; leave it out"
         )
-    return source, with_vision(model, source.config, source.path, source.tensors)
+    return source, with_vision(model, source.checkpoint, source.tensors)
 
 
 def prepare_model(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hmt.base.errors import ConfigError
+from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
 from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.encoding import Encoding, Packing
@@ -68,7 +68,7 @@ class Source:
     def tensors(self) -> Collection[str]:
         """Names of the checkpoint's tensors; of a pack, those of its vision tower."""
         if self.pack is None:
-            return self.checkpoint.records
+            return {*self.checkpoint.records, *self.checkpoint.forms}
         tower = (b for b in self.pack.manifest.blocks if b.id.kind is BlockKind.VISION)
         return frozenset(param.source for block in tower for param in block.params)
 
@@ -109,20 +109,22 @@ class Source:
         return Weights(layouts, manifest.published_bytes)
 
 
-def open_source(path: Path) -> Source:
-    """The checkpoint or pack in folder `path`.  Raises CheckpointError."""
+def open_source(path: Path, mmproj: Path | None = None) -> Source:
+    """The checkpoint or pack in folder `path`; see `open_checkpoint`.  Raises CheckpointError."""
     if looks_like_pack(path):
+        if mmproj is not None:
+            raise CheckpointError(f"mmproj={mmproj} is for GGUF files, and {path} is a pack")
         pack = open_pack(path)
         config = with_architecture(pack.config)
         checkpoint = Checkpoint(path, config, {}, vocabulary=pack.vocabulary)
         return Source(checkpoint, frozenset(pack.manifest.dtypes), pack)
-    checkpoint = opened(path)
+    checkpoint = opened(path, mmproj)
     return Source(checkpoint, frozenset(record.dtype for record in checkpoint.records.values()))
 
 
-def opened(path: Path) -> Checkpoint:
+def opened(path: Path, mmproj: Path | None = None) -> Checkpoint:
     """The checkpoint in `path`, whose configuration names an architecture if it tells its type."""
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, mmproj)
     return replace(checkpoint, config=with_architecture(checkpoint.config))
 
 

@@ -44,6 +44,7 @@ from hmt.formats.gguf.fields import (
 )
 from hmt.formats.gguf.hybrid import HYBRIDS
 from hmt.formats.gguf.keys import Keys
+from hmt.formats.gguf.qwen import QWENS
 from hmt.formats.gguf.special import (
     COHERE2MOE,
     GEMMA2,
@@ -78,6 +79,7 @@ _QWEN3_EXPERTS: Final = {**EXPERTS, "norm_topk_prob": True}  # as llama.cpp comp
 
 ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]] = {
     **HYBRIDS,
+    **QWENS,
     "afmoe": Architecture(
         "AfmoeForCausalLM",
         "afmoe",
@@ -418,29 +420,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture | Callable[[Keys], Architecture]]
     ),
     "phi3": PHI3,
     "phimoe": PHIMOE,
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
-    # The language models of those that see: text has the same position on all three axes.
-    "qwen2vl": Architecture("Qwen2ForCausalLM", "qwen2"),
-    "qwen3vl": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen3vlmoe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_EXPERTS),
-    "qwen2moe": Architecture(
-        "Qwen2MoeForCausalLM",
-        "qwen2_moe",
-        {
-            **EXPERTS,
-            "shared_expert_intermediate_size": count("expert_shared_feed_forward_length"),
-            "norm_topk_prob": False,  # as llama.cpp computes it
-            "qkv_bias": query_bias,
-        },
-        {
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        },
-    ),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_EXPERTS),
     "seed_oss": Architecture(
         "SeedOssForCausalLM",
         "seed_oss",

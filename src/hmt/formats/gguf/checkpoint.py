@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.formats.gguf.config import read_config
 from hmt.formats.gguf.header import SPLIT, GgufHeader, read_gguf
 from hmt.formats.gguf.names import forms_of, names_of, spare_of
+from hmt.formats.gguf.projectors import PROJECTORS, beside, is_mmproj, seeing_config
 
 _FACTORS: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _MOST_FACTORS: Final = 4096
@@ -38,9 +40,10 @@ def _begins_as_gguf(path: Path) -> bool:
         return False
 
 
-def open_gguf(path: Path) -> Checkpoint:
+def open_gguf(path: Path, mmproj: Path | None = None) -> Checkpoint:
     """The checkpoint in a GGUF file, one of several split files, or a folder that holds them.
 
+    mmproj   file with its encoder of images; None: mmproj*.gguf beside it, if one belongs to it
     Raises MissingFileError for a missing file, HeaderError for a damaged one, CheckpointError for
     what is not supported.
     """
@@ -70,7 +73,7 @@ def open_gguf(path: Path) -> Checkpoint:
         for key, value in first.metadata.items()
         if key.startswith("tokenizer.") or key in _TOLD_TOKENIZERS
     }
-    return Checkpoint(
+    checkpoint = Checkpoint(
         first.path,
         config,
         records,
@@ -78,6 +81,42 @@ def open_gguf(path: Path) -> Checkpoint:
         forms_of(records, names),
         vocabulary,
         spare=_in_config(config, factors, architecture.proportional) | spare_of(records, names),
+    )
+    return _seeing(checkpoint, first.metadata, mmproj)
+
+
+def _seeing(checkpoint: Checkpoint, metadata: Mapping[str, Any], mmproj: Path | None) -> Checkpoint:
+    """The checkpoint with its encoder of images, or the reason why it has none."""
+    if mmproj is not None:
+        return _with_eyes(checkpoint, metadata, read_gguf(mmproj))
+    kinds = {kind for projector in PROJECTORS.values() for kind in projector.models}
+    why = ""
+    if metadata["general.architecture"] in kinds:
+        why = (
+            f"there is no mmproj*.gguf beside {checkpoint.path.name}, with its encoder of images: "
+            "download it, or say where it is (--mmproj)"
+        )
+    for file in beside(checkpoint.path):
+        try:
+            return _with_eyes(checkpoint, metadata, read_gguf(file))
+        except CheckpointError as error:
+            why = str(error)
+    return replace(checkpoint, blind=why)
+
+
+def _with_eyes(
+    checkpoint: Checkpoint, metadata: Mapping[str, Any], header: GgufHeader
+) -> Checkpoint:
+    config, eyes = seeing_config(checkpoint.config, metadata, header)
+    if twice := checkpoint.records.keys() & header.records.keys():
+        raise HeaderError(f"tensor {min(twice)!r} is in {checkpoint.path} and in {header.path}")
+    return replace(
+        checkpoint,
+        config=config,
+        records={**checkpoint.records, **header.records},
+        forms={**checkpoint.forms, **eyes.forms},
+        processor=eyes.processor,
+        spare=checkpoint.spare | header.records.keys(),  # packs and drafts hold text alone
     )
 
 
@@ -97,9 +136,13 @@ def _in_config(
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
+        found = sorted(
+            file for file in path.iterdir() if file.suffix == ".gguf" and not is_mmproj(file)
+        )
         split = [file for file in found if SPLIT.fullmatch(file.name)]
         stems = {SPLIT.sub(r"\1", file.name) for file in split}
+        if not found:
+            raise MissingFileError(f"{path} holds encoders of images alone: download the model")
         if len(found) != 1 and (len(split) < len(found) or len(stems) != 1):
             shown = ", ".join(file.name for file in found[:4])
             raise CheckpointError(

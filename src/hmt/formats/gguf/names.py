@@ -364,6 +364,11 @@ def _form(record: TensorRecord, part: TensorRecord, change: _Change) -> TensorRe
     return Published(name, part.shape, parts)
 
 
+def plain_form(record: TensorRecord) -> TensorRecord | Published:
+    """A tensor whose numbers are those of the model, in their order.  Raises CheckpointError."""
+    return _form(record, record, _AS_IT_IS)
+
+
 def _check_kind(record: TensorRecord) -> None:
     if record.dtype not in FLOATS + CODES:
         raise CheckpointError(

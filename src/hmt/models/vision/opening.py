@@ -1,14 +1,18 @@
 """Whether a model sees images here, and the model that does."""
 
+import json
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
 
 from hmt.base.errors import CheckpointError, HMTError
 from hmt.base.log import logger
+from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.model import Model
 from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
@@ -44,16 +48,17 @@ _WRONG: Final = (
 )  # fmt: skip
 
 
-def with_vision(
-    model: Model, config: Mapping[str, Any], folder: Path, names: Collection[str]
-) -> Model:
-    """`model`, with the encoder of images that the checkpoint in `folder` has.
+def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) -> Model:
+    """`model`, with the encoder of images that its checkpoint has.
 
     As it is where there is none, or where HMT cannot run it; then its remarks say why, and requests
     with images are refused.
 
     names   of the checkpoint's tensors; of a pack, those of its tower
     """
+    if checkpoint.blind:
+        return _without(model, checkpoint.blind)
+    config, folder = checkpoint.config, checkpoint.path
     if not isinstance(config.get("vision_config"), Mapping):
         return model
     kind = config.get("model_type")
@@ -65,19 +70,22 @@ def with_vision(
             "the pack was made without the encoder of images; convert the checkpoint again "
             "(`hmt convert`)",
         )
-    if not any((folder / name).is_file() for name in _PROCESSORS):
-        return _without(model, f"there is no preprocessor_config.json in {folder}")
-    try:
-        _check_text(model, axes=kind in _OF_GRIDS)
-        encoder = _opened(config, folder, model.dtype)
-    except _WRONG as error:
-        logger.debug("images cannot be encoded", exc_info=error)
-        said = f"{type(error).__name__}: {error!s:.200}"
-        return _without(model, f"its encoder of images cannot be made ({said})")
-    there = set(names)
+    with ExitStack() as after:
+        if checkpoint.processor is not None:
+            folder = Path(after.enter_context(TemporaryDirectory()))
+            (folder / _PROCESSORS[0]).write_text(json.dumps(checkpoint.processor))
+        if not any((folder / name).is_file() for name in _PROCESSORS):
+            return _without(model, f"there is no preprocessor_config.json in {folder}")
+        try:
+            _check_text(model, axes=kind in _OF_GRIDS)
+            encoder = _opened(config, folder, model.dtype)
+        except _WRONG as error:
+            logger.debug("images cannot be encoded", exc_info=error)
+            said = f"{type(error).__name__}: {error!s:.200}"
+            return _without(model, f"its encoder of images cannot be made ({said})")
     for block in encoder.tower.blocks:
         for param in block.params:
-            if not there.intersection(param.sources):
+            if not any(source in names for source in param.sources):
                 return _without(model, f"the checkpoint has no tensor {param.sources[0]}")
     seeing = VisionModel(model, encoder)
     seeing.spec = replace(

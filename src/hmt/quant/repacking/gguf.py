@@ -19,6 +19,7 @@ from hmt.contracts.encoding import BLOCK_SHAPES, PANEL_ROWS, Encoding, WeightTen
 from hmt.kernels import gguf_packing
 from hmt.kernels.reference.packing import pack_blocks
 from hmt.quant.packed import Format, pack_groups, row_slice
+from hmt.quant.repacking.bits import DTYPES, as_tensor
 from hmt.quant.repacking.dequantized import dequantized
 from hmt.quant.repacking.floats import Floats
 from hmt.quant.repacking.interface import WeightImporter
@@ -200,6 +201,35 @@ class GgufTiled(WeightImporter):
         ordered = untiled(rows, self.before, self.groups, self.width)
         own = ordered[first : first + target.shape[0]].contiguous()
         self._ordered.unpack({"data": own, "blocks": own}, target, first)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFrames(WeightImporter):
+    """A convolution's kernel [out, in, frames, height, width], of which each frame is a tensor.
+
+    kind     their type: a float
+    frames   how many
+
+    Parts: "0", "1", ... [out, in, height, width], whole.
+    """
+
+    kind: str
+    frames: int
+
+    @override
+    def format(self, shape: tuple[int, ...]) -> Format:
+        if len(shape) != 5 or shape[2] != self.frames:
+            raise CheckpointError(
+                f"its shape is {list(shape)}, and it is published as {self.frames} frames"
+            )
+        return Format(Encoding(self.kind.lower()))
+
+    @override
+    def unpack(self, parts: Mapping[str, Tensor], target: WeightTensor, first: int) -> None:
+        rows, channels, _, height, width = target.shape
+        for frame in range(self.frames):
+            numbers = as_tensor(parts[str(frame)], DTYPES[self.kind], -1, channels, height, width)
+            target.data[:, :, frame].copy_(numbers[first : first + rows])
 
 
 def gguf_format(kind: str) -> Format:

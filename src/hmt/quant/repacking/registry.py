@@ -11,7 +11,7 @@ from hmt.quant.repacking.compressed_tensors import CompressedIntegers
 from hmt.quant.repacking.floats import Floats
 from hmt.quant.repacking.fp4 import MXFP4, NVFP4
 from hmt.quant.repacking.fp8 import FP8
-from hmt.quant.repacking.gguf import Gguf, GgufLatent, GgufReordered, GgufTiled
+from hmt.quant.repacking.gguf import Gguf, GgufFrames, GgufLatent, GgufReordered, GgufTiled
 from hmt.quant.repacking.gptq import GPTQ
 from hmt.quant.repacking.hqq import HQQ
 from hmt.quant.repacking.interface import InPlaceImporter, WeightImporter
@@ -36,6 +36,7 @@ _SCHEMES: dict[str, Callable[..., WeightImporter | InPlaceImporter]] = {
     "torchao int4": TorchaoInt4,
     "torchao blocks": SwizzledScales,
     "gguf": Gguf,
+    "gguf frames": GgufFrames,
     "gguf latent": GgufLatent,
     "gguf reordered": GgufReordered,
     "gguf tiled": GgufTiled,

@@ -1,0 +1,195 @@
+"""A model that sees as two GGUF files, as llama.cpp's converter writes them.
+
+Names come from the gguf package's own map, where the converter takes them from it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf_files import ModelFile
+from transformers import PreTrainedModel
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from vision_models import TEMPLATE
+
+ARCHITECTURES = {
+    "qwen2_vl": gguf.MODEL_ARCH.QWEN2VL,
+    "qwen2_5_vl": gguf.MODEL_ARCH.QWEN2VL,
+    "qwen3_vl": gguf.MODEL_ARCH.QWEN3VL,
+    "qwen3_vl_moe": gguf.MODEL_ARCH.QWEN3VLMOE,
+}
+PROJECTORS = {
+    "qwen2_vl": "qwen2vl_merger",
+    "qwen2_5_vl": "qwen2.5vl_merger",
+    "qwen3_vl": "qwen3vl_merger",
+    "qwen3_vl_moe": "qwen3vl_merger",
+    "qwen3_5": "qwen3vl_merger",
+}
+# Tokens of vision_models.py in Qwen's words.
+_WORDS = {4: "<|vision_start|>", 5: "<|vision_end|>", 6: "<|image_pad|>", 7: "<|video_pad|>"}
+_MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+_SWAPPED = re.compile(r"ffn_(up|down)")
+_DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
+
+
+def write_text(model: PreTrainedModel, path: Path) -> Path:
+    """The language model, in f32."""
+    config = model.config.text_config
+    file = ModelFile(ARCHITECTURES[model.config.model_type], config, lambda name: "F32")
+    tensors = model.state_dict()
+    own = {n.replace("language_model.", ""): t for n, t in tensors.items() if "visual" not in n}
+    for name in [name for name in own if ".experts." in name]:
+        own |= _experts(name, own.pop(name))
+    if config.tie_word_embeddings:
+        own.pop("lm_head.weight", None)
+    file.add(own)
+
+    def more(writer: GGUFWriter) -> None:
+        _vocabulary(writer)
+        sections = config.rope_parameters["mrope_section"]
+        writer.add_rope_dimension_sections([*sections, 0])
+        layers = getattr(model.config.vision_config, "deepstack_visual_indexes", None)
+        if layers is not None:
+            writer.add_num_deepstack_layers(len(layers))
+
+    return file.write(path, more)
+
+
+def _experts(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Matrices [out, in] of each expert."""
+    stem, _, last = name.rpartition(".")
+    found = {}
+    for number, matrix in enumerate(stacked):
+        kinds = ("gate", "up") if last == "gate_up_proj" else ("down",)
+        for kind, part in zip(kinds, matrix.chunk(len(kinds)), strict=True):
+            found[f"{stem}.{number}.{kind}_proj.weight"] = part
+    return found
+
+
+def _vocabulary(writer: GGUFWriter) -> None:
+    known = json.loads((files("hmt") / "embedded" / "mini-dense" / "tokenizer.json").read_text())
+    special = {one["content"]: one["id"] for one in known["added_tokens"]}
+    ids = known["model"]["vocab"] | special
+    tokens = [_WORDS.get(ids[token], token) for token in sorted(ids, key=lambda token: ids[token])]
+    merges = known["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if n in special.values() else 1 for n in range(len(tokens))])
+    writer.add_token_merges([" ".join(one) if isinstance(one, list) else one for one in merges])
+    writer.add_chat_template(TEMPLATE.replace("<|image|>", "<|image_pad|>"))
+
+
+def write_mmproj(
+    model: PreTrainedModel,
+    path: Path,
+    kinds: Callable[[str], str] = lambda name: "F32",
+    **changed: Any,
+) -> Path:
+    """The encoder.  The model's own numbers are rounded to those of the file.
+
+    kinds     type of a matrix, where its rows have whole blocks of it; F16 where they have not
+    changed   keys that say something else than the model
+    """
+    writer = GGUFWriter(path, "clip")
+    _add_keys(writer, model, changed)
+    with torch.no_grad():
+        for parts in _tensors(model):
+            for target, numbers in parts:
+                content, kind, held = _rounded(target, numbers, kinds)
+                writer.add_tensor(
+                    _SWAPPED.sub(_other, target) if changed.get("swapped") else target,
+                    content,
+                    raw_dtype=kind,
+                )
+                numbers.copy_(torch.from_numpy(held))
+    for name in changed.get("more", ()):
+        writer.add_tensor(name, np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _other(match: re.Match[str]) -> str:
+    return "ffn_down" if match[1] == "up" else "ffn_up"
+
+
+def _add_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any]) -> None:
+    vision, kind = model.config.vision_config, model.config.model_type
+    old = kind == "qwen2_vl"
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(changed.get("projector", PROJECTORS[kind]))
+    writer.add_vision_projection_dim(model.config.text_config.hidden_size)
+    writer.add_vision_image_size(560)
+    writer.add_vision_patch_size(changed.get("patch_size", vision.patch_size))
+    writer.add_vision_embedding_length(vision.embed_dim if old else vision.hidden_size)
+    writer.add_vision_feed_forward_length(vision.hidden_size if old else vision.intermediate_size)
+    writer.add_vision_block_count(vision.depth)
+    writer.add_vision_head_count(vision.num_heads)
+    writer.add_vision_image_mean(OPENAI_CLIP_MEAN)
+    writer.add_vision_image_std(OPENAI_CLIP_STD)
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_min_pixels(16 * 16)
+    writer.add_vision_max_pixels(64 * 64)
+    if kind == "qwen2_5_vl":
+        writer.add_vision_use_silu(True)
+        full = vision.fullatt_block_indexes
+        writer.add_vision_n_wa_pattern(full[0] + 1 if full else vision.depth + 1)
+        writer.add_uint32("clip.vision.window_size", vision.window_size)
+    if kind.startswith("qwen3"):
+        writer.add_vision_use_gelu(True)
+        writer.add_vision_spatial_merge_size(vision.spatial_merge_size)
+        deep = getattr(vision, "deepstack_visual_indexes", ())
+        writer.add_vision_is_deepstack_layers([n in deep for n in range(vision.depth)])
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """What the file has of each parameter: names, and views of it."""
+    kind, vision = model.config.model_type, model.config.vision_config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(vision.depth, 3))
+    for whole, tensor in model.state_dict().items():
+        if not whole.startswith("model.visual."):
+            continue
+        name = whole.removeprefix("model.")
+        stem, _, last = name.rpartition(".")
+        parts = name.split(".")
+        if name == "visual.patch_embed.proj.weight":
+            yield [(f"v.patch_embd.weight{s}", tensor[:, :, n]) for n, s in ((0, ""), (1, ".1"))]
+        elif parts[1] == "deepstack_merger_list":
+            layer = vision.deepstack_visual_indexes[int(parts[2])]
+            yield [(f"v.deepstack.{layer}.{_DEEPSTACK[parts[3]]}.{last}", tensor)]
+        elif kind.startswith("qwen3") and parts[1] == "merger":
+            yield [(f"{_MERGER[parts[2]]}.{last}", tensor)]
+        elif ".qkv." in name and not kind.startswith("qwen3"):
+            own = [
+                (names.get_name(stem.replace("qkv", head)), rows)
+                for head, rows in zip("qkv", tensor.chunk(3), strict=True)
+            ]
+            yield [(f"{target}.{last}", rows) for target, rows in own]
+        else:
+            target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert target is not None, name
+            yield [(target, tensor)]
+
+
+def _rounded(
+    name: str, numbers: torch.Tensor, kinds: Callable[[str], str]
+) -> tuple[np.ndarray, GGMLQuantizationType, np.ndarray]:
+    array = np.ascontiguousarray(numbers.numpy())
+    kind = GGMLQuantizationType[kinds(name)]
+    if array.ndim < 2 or "position_embd" in name:
+        kind = GGMLQuantizationType.F32
+    elif array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        kind = GGMLQuantizationType.F16
+    content = gguf.quants.quantize(array, kind)
+    held = gguf.quants.dequantize(content, kind).reshape(array.shape).astype(np.float32)
+    return content, kind, held

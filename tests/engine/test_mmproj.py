@@ -1,0 +1,255 @@
+"""GGUF files of models that see: the numbers of the same models in safetensors, and errors."""
+
+import random
+import shutil
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf_conventions
+import pytest
+import torch
+from gguf_conventions import VOCABULARY, conventions
+from mmproj_files import write_mmproj, write_text
+from transformers import CONFIG_MAPPING, Qwen3_5ForConditionalGeneration
+from vision_models import BEGIN, END, IMAGE, picture, publish, vision_model
+from vision_models import CASES as VISION_CASES
+
+import hmt
+from hmt.base.errors import CheckpointError, RequestError
+from hmt.contracts.request import Completion, Request, Sampling
+from hmt.engine import EngineConfig
+from hmt.engine.loading.packs import convert
+from hmt.formats.gguf import open_gguf, read_gguf
+from hmt.formats.gguf.projectors import seeing_config
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 512, "host_memory": "64MiB"}
+IMAGES = (picture(37, 21), picture(18, 50, 1))
+PROMPT = [300, 17, BEGIN, IMAGE, END, 81, 99, 2000, BEGIN, IMAGE, END, 45, 46]
+QUANTISED = {"hidden_size": 32, "intermediate_size": 64}  # of whole blocks of Q8_0
+CASES = {
+    "qwen2_vl": ("qwen2_vl", "F32", {}),
+    "qwen2_5_vl": ("qwen2_5_vl", "BF16", {}),
+    "qwen2_5_vl-Q8_0": ("qwen2_5_vl", "Q8_0", QUANTISED),
+    "qwen3_vl": ("qwen3_vl", "F16", {}),
+    "qwen3_vl-Q8_0": ("qwen3_vl-flat", "Q8_0", QUANTISED),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "F32", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def files_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def made(name: str) -> tuple[Path, Path]:
+        """A folder of safetensors, and a GGUF file with its mmproj beside it."""
+        case, kind, tower = CASES[name]
+        folder, other = (tmp_path_factory.mktemp(name) for _ in range(2))
+        model = vision_model(case, **tower)
+        write_mmproj(model, other / f"mmproj-{kind}.gguf", lambda _: kind)
+        publish(model, folder)
+        return folder, write_text(model, other / "model.gguf")
+
+    return made
+
+
+def answer(path: Path, request: Request, **options: Any) -> Completion:
+    with hmt.Engine(**OPTIONS, **options) as engine:
+        return engine.load_model(path).infer(request)
+
+
+def numbers(answer: Completion) -> list[float]:
+    return [one.logprob for one in (*answer.prompt_logprobs, *answer.logprobs)]
+
+
+def asked(prompt: Any = PROMPT, images: Any = IMAGES) -> Request:
+    return Request(
+        input=prompt,
+        images=images,
+        max_new_tokens=4,
+        ignore_eos=True,
+        prompt_logprobs=0,
+        sampling=Sampling(logprobs=0),
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_of_the_folder(name: str, files_of: Any) -> None:
+    folder, file = files_of(name)
+    wanted = answer(folder, asked())
+    found = answer(file, asked())
+    assert wanted.prompt_tokens > len(PROMPT) + 20
+    assert found.token_ids == wanted.token_ids
+    assert numbers(found) == numbers(wanted)
+
+
+def test_a_chat_shows_an_image_by_the_vocabularys_own_token(files_of: Any) -> None:
+    """In the folder and in the file the token of images has other names, and one number."""
+    folder, file = files_of("qwen3_vl")
+    messages = [{"role": "user", "content": "What is this?"}]
+    wanted, found = (answer(path, asked(messages, IMAGES[:1])) for path in (folder, file))
+    assert found.prompt_tokens == wanted.prompt_tokens
+    assert numbers(found) == numbers(wanted)
+
+
+def test_an_encoder_elsewhere_is_named(files_of: Any, tmp_path: Path) -> None:
+    _, file = files_of("qwen3_vl")
+    alone = Path(shutil.copy(file, tmp_path / file.name))
+    with pytest.raises(RequestError, match=r"no mmproj\*.gguf beside model.gguf.*--mmproj"):
+        answer(alone, asked())
+    mmproj = file.with_name("mmproj-F16.gguf")
+    assert numbers(answer(alone, asked(), mmproj=mmproj)) == numbers(answer(file, asked()))
+
+
+def test_a_folder_holds_a_model_and_its_encoder(files_of: Any, tmp_path: Path) -> None:
+    _, file = files_of("qwen3_vl")
+    assert numbers(answer(file.parent, asked())) == numbers(answer(file, asked()))
+    shutil.copy(file.with_name("mmproj-F16.gguf"), tmp_path)
+    with pytest.raises(CheckpointError, match="encoders of images alone"):
+        answer(tmp_path, asked())
+
+
+def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
+    files_of: Any, tmp_path: Path
+) -> None:
+    """One that is found is passed over, with the reason for requests with images; else refused."""
+    _, file = files_of("qwen3_vl")
+    alone = Path(shutil.copy(file, tmp_path / file.name))
+    other = vision_model("qwen3_vl", out_hidden_size=48)
+    mmproj = write_mmproj(other, tmp_path / "mmproj.gguf")
+    text = asked(PROMPT[:3], ())
+    assert numbers(answer(alone, text)) == numbers(answer(file, text))
+    why = "belongs to another model: it makes features of 48 numbers.* embeddings have 32"
+    with pytest.raises(RequestError, match=why):
+        answer(alone, asked())
+    with pytest.raises(CheckpointError, match=why):
+        answer(alone, text, mmproj=mmproj)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"projector": "ldp"}, "projector of type 'ldp'; HMT reads qwen2.5vl_merger, "),
+        ({"projector": "qwen2vl_merger"}, "belongs to models of architecture qwen2vl"),
+        (
+            {"more": ["v.blk.0.ls1.weight"]},
+            "1 tensors that HMT does not know.*'v.blk.0.ls1.weight'",
+        ),
+        ({"patch_size": 7}, "patch_size 7, and its kernels are of 4 pixels"),
+    ],
+)
+def test_encoders_that_are_not_read_are_refused(
+    changed: dict[str, Any], why: str, files_of: Any, tmp_path: Path
+) -> None:
+    _, file = files_of("qwen3_vl")
+    mmproj = write_mmproj(vision_model("qwen3_vl"), tmp_path / "eyes.gguf", **changed)
+    with pytest.raises(CheckpointError, match=why):
+        answer(file, asked(), mmproj=mmproj)
+
+
+def test_older_files_call_matrices_otherwise(tmp_path: Path) -> None:
+    model = vision_model("qwen2_vl")
+    file = write_text(model, tmp_path / "model.gguf")
+    write_mmproj(model, tmp_path / "mmproj.gguf")
+    old = write_mmproj(model, tmp_path / "old.gguf", swapped=True)
+    wanted = numbers(answer(file, asked()))
+    assert numbers(answer(file, asked(), mmproj=old)) == wanted
+
+
+def test_a_pack_holds_the_part_for_text(files_of: Any, tmp_path: Path) -> None:
+    _, file = files_of("qwen3_vl")
+    convert(file, tmp_path / "pack", EngineConfig.resolve(host_memory="64MiB"))
+    text = asked(PROMPT[:3], ())
+    assert numbers(answer(tmp_path / "pack", text)) == numbers(answer(file, text))
+    with pytest.raises(RequestError, match="the pack was made without the encoder of images"):
+        answer(tmp_path / "pack", asked())
+
+
+def test_an_encoder_is_for_gguf_files(files_of: Any) -> None:
+    folder, file = files_of("qwen3_vl")
+    with pytest.raises(CheckpointError, match="is for GGUF files"):
+        answer(folder, asked(), mmproj=file.with_name("mmproj-F16.gguf"))
+    with pytest.raises(CheckpointError, match="is of architecture 'qwen3vl'"):
+        answer(file, asked(), mmproj=file)
+
+
+def test_a_hybrid_sees_by_an_encoder_without_deepstack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5: its language model is the converter's own file."""
+    one = conventions()["qwen35"]
+    wrap = gguf_conventions.vocabulary
+
+    def words(writer: Any) -> None:
+        wrap(writer)
+        tokens = writer.kv_data[0]["tokenizer.ggml.tokens"].value
+        tokens[-3:] = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+
+    monkeypatch.setattr(gguf_conventions, "vocabulary", words)
+    begin, end, image = range(VOCABULARY - 3, VOCABULARY)
+    text = {name: value for name, value in one.config.items() if name != "architectures"}
+    config = CONFIG_MAPPING["qwen3_5"](
+        text_config=text,
+        vision_config=VISION_CASES["qwen3_5"][2] | {"out_hidden_size": text["hidden_size"]},
+        image_token_id=image,
+        vision_start_token_id=begin,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(3)
+    model = Qwen3_5ForConditionalGeneration(config).float().eval()
+    numbers_of = {
+        name.replace("model.", "model.language_model.", 1): torch.from_numpy(array)
+        for name, array in one.numbers().items()
+    }
+    assert not model.load_state_dict(numbers_of, strict=False).unexpected_keys
+    (tmp_path / "folder").mkdir()
+    publish(model, tmp_path / "folder")
+    write_mmproj(model, tmp_path / "mmproj.gguf")
+    file = one.write(tmp_path / "model.gguf", "F32")
+    prompt = [30, 31, begin, image, end, 40, 41]
+    wanted, found = (
+        answer(path, asked(prompt, IMAGES[:1]), activations="exact")
+        for path in (tmp_path / "folder", file)
+    )
+    assert found.prompt_tokens == wanted.prompt_tokens > len(prompt) + 10
+    assert numbers(found) == pytest.approx(numbers(wanted), abs=1e-4)
+
+
+def test_damaged_encoders_are_errors_of_checkpoints(files_of: Any) -> None:
+    """Keys of other values and types, and tensors that are away or of other shapes."""
+    _, file = files_of("qwen2_5_vl")
+    text, eyes = (read_gguf(path) for path in (file, file.with_name("mmproj-BF16.gguf")))
+    config, rng = open_gguf(file).config["text_config"], random.Random(4)
+    values = (
+        0,
+        -1,
+        1,
+        7,
+        1 << 31,
+        0.5,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        [],
+        [1],
+        [0.5] * 3,
+        True,
+    )
+    refused = 0
+    for _ in range(600):
+        metadata, records = dict(eyes.metadata), dict(eyes.records)
+        for _ in range(rng.randrange(1, 3)):
+            metadata[rng.choice(list(metadata))] = rng.choice(values)
+            name = rng.choice(list(records))
+            shape = tuple(rng.choice((1, 3, 16)) for _ in range(rng.randrange(1, 5)))
+            if rng.random() < 0.3:
+                records[name] = replace(records[name], shape=shape)
+            elif rng.random() < 0.3:
+                del records[name]
+        try:
+            seeing_config(config, text.metadata, replace(eyes, metadata=metadata, records=records))
+        except CheckpointError:
+            refused += 1
+    assert 100 < refused < 600
