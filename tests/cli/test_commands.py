@@ -277,6 +277,18 @@ def test_eval_prints_its_scores_beside_the_published_ones(hmt, tmp_path):
     assert content["measured_on"]["hmt"]
 
 
+def test_eval_asks_about_the_images_that_come_with_a_model(hmt, tmp_path):
+    model, file = Path(__file__).parents[2] / "assets" / "mini-vision", tmp_path / "quality.json"
+    parts = ("--tasks", "0", "--retrieval", "", "--windows", "0")
+    done = hmt("eval", model, "--threads", "1", *parts, "--images", "2", "--json", file)
+    assert done.code == 0, done.err
+    assert json.loads(file.read_text())["images"] == {"colour": [1, 1], "number": [1, 1]}
+    rows = [line.split() for line in done.out.splitlines()]
+    assert ["images:", "colour", "1", "of", "1", "30", "of", "30"] in rows
+    without = hmt("eval", model, "--threads", "1", *parts, "--images", "0")
+    assert without.code == 0 and "colour" not in without.out
+
+
 def test_eval_refuses_what_it_cannot_measure(hmt, tmp_path):
     assert hmt("eval", "--retrieval", "long").code == 2
     missing = hmt("eval", "--text", tmp_path / "missing.txt")

@@ -38,6 +38,14 @@ def test_a_chat_shows_images(hmt, seeing, monkeypatch):
     assert "cannot be read" in chat.err
 
 
+def test_the_published_model_describes_its_image(hmt):
+    model = Path(__file__).parents[2] / "assets" / "mini-vision"
+    options = ("--host-memory", "64MiB", "--threads", "1", "--no-summary")
+    said = hmt("run", *options, "--image", model / "shapes.png", model, "Describe the image.")
+    shapes = "black star top right, orange circle left, yellow ring centre, blue cross right"
+    assert (said.code, said.out.strip(), said.err) == (0, shapes, "")
+
+
 def test_images_need_a_prompt_and_a_model_that_sees(hmt, seeing):
     assert "/image FILE" in hmt("run", "--image", seeing / "0.png", seeing).err
     blind = hmt("run", "--host-memory", "16MiB", "--image", seeing / "0.png", "What is this?")
