@@ -44,6 +44,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "prefix_cache_dir": tmp_path,
         "prefix_cache_disk_memory": "1GiB",
         "prefix_shared": True,
+        "idle_unload": 60.0,
         "spill_dir": tmp_path,
         "disk_reader": "mmap",
         "verify_reads": "always",

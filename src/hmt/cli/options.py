@@ -164,6 +164,13 @@ class EngineOptions:
             "what they cost beside the goal's own plan."
         ),
     ] = None
+    idle_unload: Annotated[
+        float | None,
+        _memory(
+            help="Seconds without images after which a model's encoder of images leaves memory; "
+            "when others need the room when left out."
+        ),
+    ] = None
     spill_dir: Annotated[
         Path | None,
         _memory(help="Folder on a fast disk for quantised weights that do not fit in memory."),

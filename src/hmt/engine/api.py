@@ -68,7 +68,7 @@ class LoadedModel:
             capacity_tokens = self._core.load.capacity_tokens
             self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens, memory.images)
             stack.pop_all()
-        self._loop.run_steps(self._core.advance)
+        self._loop.run_steps(self._core.advance, self._core.wait_s)
         self.closed = False
         _open_models.add(self)
 

@@ -1,6 +1,7 @@
 """Configuration: what the user asked for, resolved once into frozen data."""
 
 import difflib
+import math
 import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -93,6 +94,9 @@ class EngineConfig:
                           prefix_cache
     prefix_cache_disk_memory_bytes  the most to take of that disk
     prefix_shared         let requests of all owners share them; else only those of one owner do
+    idle_unload_s         seconds without images after which what images need leaves memory: the
+                          tower's weights, and the process that decodes; None: when others need the
+                          room
     spill_dir             folder on a fast disk for weights that were quantised on load and do not
                           fit in memory, in a file without a name; None: HMT's cache folder
     disk_reader           "io_uring", "direct" (threads, O_DIRECT), "buffered" (also called "mmap");
@@ -146,6 +150,7 @@ class EngineConfig:
     prefix_cache_dir: Path | None = None
     prefix_cache_disk_memory_bytes: int = 4 * GIB
     prefix_shared: bool = False
+    idle_unload_s: float | None = None
     spill_dir: Path | None = None
     disk_reader: str | None = None
     disk_depth: int | None = None
@@ -183,6 +188,8 @@ class EngineConfig:
         for field in fields(EngineConfig):
             if field.name.endswith("_bytes") and _spoken(field.name) in values:
                 values[field.name] = parse_bytes(values.pop(_spoken(field.name)))
+        if "idle_unload" in values:
+            values["idle_unload_s"] = _idle_seconds(values.pop("idle_unload"))
         if "host_memory_bytes" not in values:
             values["host_memory_bytes"] = int(available_host_bytes() * _SHARE_OF_AVAILABLE)
         if "prefix_cache_dir" in values:
@@ -249,6 +256,13 @@ def _kv_quant(given: object) -> tuple[str, str, str]:
     return on_device, on_host, on_disk
 
 
+def _idle_seconds(given: object) -> float:
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not 0 < float(given) < math.inf:  # type: ignore[arg-type]
+        raise ConfigError(f"idle_unload={given!r} must be a number of seconds above 0")
+    return float(given)  # type: ignore[arg-type]
+
+
 def _gpu_id(given: object) -> str:
     names = str(given).split(",")
     if given == "fake" or all(name.isdecimal() for name in names):
@@ -257,8 +271,8 @@ def _gpu_id(given: object) -> str:
 
 
 def _spoken(field: str) -> str:
-    """Sizes are given with a unit, so users leave out "_bytes"."""
-    return field.removesuffix("_bytes")
+    """Sizes are given with a unit, so users leave out "_bytes"; and times in seconds alone."""
+    return field.removesuffix("_bytes").removesuffix("_s")
 
 
 def _check(values: dict[str, Any]) -> None:

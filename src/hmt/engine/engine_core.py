@@ -110,11 +110,17 @@ class EngineCore:
         When none waits, some pages that ended sequences leave to others are saved.
         """
         try:
+            if self.memory.images is not None:
+                self.memory.images.unload_idle()
             return self._advance()
         except Exception as error:  # or their owners would wait for a thread that has ended
             self.runner.abandon()
             self._fail_all(reported(error))
             return True
+
+    def wait_s(self) -> float | None:
+        """Seconds after which `advance` may have something to do without requests."""
+        return None if self.memory.images is None else self.memory.images.wait_s()
 
     def _advance(self) -> bool:
         self._forms.settle(self._settled)

@@ -21,14 +21,21 @@ class EngineThread:
     def __init__(self) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._advance: Callable[[], bool] = lambda: False
+        self._wait_s: Callable[[], float | None] = lambda: None
         self._stopped = False
         self._gate = threading.Lock()  # between posting and stopping
         self._thread = threading.Thread(target=self._run, name="hmt-engine", daemon=True)
         self._thread.start()
 
-    def run_steps(self, advance: Callable[[], bool]) -> None:
-        """From now on call `advance` between posts while it returns True; it must not raise."""
-        self._advance = advance
+    def run_steps(
+        self, advance: Callable[[], bool], wait_s: Callable[[], float | None] = lambda: None
+    ) -> None:
+        """From now on call `advance` between posts while it returns True; it must not raise.
+
+        Once it has returned False it is called again after the seconds that `wait_s` says then,
+        unless something is posted before; None: only then.
+        """
+        self._advance, self._wait_s = advance, wait_s
 
     def post(self, work: Callable[[], None]) -> None:
         """Have `work` done soon; it must not raise.  Raises ClosedError once stopped."""
@@ -65,7 +72,7 @@ class EngineThread:
         busy = False
         while True:
             try:
-                work = self._inbox.get(block=not busy)
+                work = self._inbox.get(block=not busy, timeout=None if busy else self._wait_s())
             except queue.Empty:
                 busy = self._advance()
                 continue

@@ -1,24 +1,45 @@
 """Images of requests: prepared on callers' threads, encoded where a step first needs one."""
 
 import threading
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
 from hmt.base.errors import BudgetError, RequestError
 from hmt.base.units import format_bytes
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.image import ImageEncoder, ImageFeatures, ImageInput, PreparedImage
 from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Weights
-from hmt.memory import Account
+from hmt.engine.config import EngineConfig
+from hmt.engine.loading.prepare import Prepared
+from hmt.memory import Account, HostPool
 from hmt.models.vision import PIXEL_BYTES, ImageDecoder, file_bytes, pixels_of
+from hmt.weights import WeightStore
 
 MOST_IMAGES: Final = 64  # of one request
+_LEAST_WAIT_S: Final = 0.01  # between looks while the decoder is asked for an image's size
+
+
+@dataclass(frozen=True, slots=True)
+class TowerMemory:
+    """The blocks of an image encoder, and what they pass through while they are in memory."""
+
+    blocks: Sequence[BlockId]
+    weights: WeightStore
+    slots: HostPool
+
+    def free(self) -> None:
+        """Return their memory to the system.  Nobody may have a lease of them."""
+        for block in self.blocks:
+            self.weights.forget(block)
+        self.slots.trim()
 
 
 class ImageHold:
@@ -32,15 +53,25 @@ class ImageStore:
     decoded by the size that it says it has.  `hold` is for any thread, `features` for the engine's.
     """
 
-    def __init__(self, encoder: ImageEncoder, account: Account) -> None:
+    def __init__(
+        self,
+        encoder: ImageEncoder,
+        account: Account,
+        tower: TowerMemory,
+        unload_after_s: float | None = None,
+    ) -> None:
+        """`unload_after_s` without an image the tower is freed; None: when others need the room."""
         self._encoder = encoder
         self._account = account
+        self._tower = tower
+        self._unload_after_s = unload_after_s
         self._decoder = ImageDecoder()
         self._lock = threading.RLock()  # a hold may go while it is taken
         self._images: dict[str, PreparedImage] = {}
         self._uses: Counter[str] = Counter()
         self._features: dict[str, ImageFeatures] = {}
         self._decoding: Counter[int] = Counter()  # images that are decoded now, by bytes
+        self._used_at: float | None = None  # None: since all was freed, not once
         self._closed = False
 
     def hold(self, images: Sequence[ImageInput]) -> tuple[list[PreparedImage], ImageHold]:
@@ -111,6 +142,33 @@ class ImageStore:
             layer_features=tuple(torch.cat(parts) for parts in zip(*layers, strict=True)),
         )
 
+    def unload_idle(self) -> None:
+        """Free the tower, and end the process that decodes, if no image was there for long enough.
+
+        The next image loads it again.  For the engine's thread, between steps.
+        """
+        after_s = self._unload_after_s
+        if after_s is None:
+            return
+        with self._lock:
+            idle_s = self._idle_s()
+            if idle_s is None or idle_s < after_s or not self._decoder.rest():
+                return
+            self._used_at = None
+        self._tower.free()
+
+    def wait_s(self) -> float | None:
+        """Seconds until `unload_idle` may have something to do; None: it never has.
+
+        As images come on callers' threads, which do not wake the engine's, it looks each time.
+        """
+        after_s = self._unload_after_s
+        if after_s is None:
+            return None
+        with self._lock:
+            idle_s = self._idle_s()
+        return after_s if idle_s is None else max(_LEAST_WAIT_S, after_s - idle_s)
+
     def close(self) -> None:
         """Let all go."""
         with self._lock:
@@ -155,6 +213,12 @@ class ImageStore:
                     self._features.pop(key, None)
             self._settle("")
 
+    def _idle_s(self) -> float | None:
+        """Seconds since the last image went; 0 while there are any, None once all was freed."""
+        if self._images or self._decoding.total():
+            return 0.0
+        return None if self._used_at is None else time.monotonic() - self._used_at
+
     def _settle(self, what: str, own: Sequence[str] = ()) -> None:
         """Let the account say what is held.
 
@@ -165,6 +229,7 @@ class ImageStore:
         """
         if self._closed and what:
             raise BudgetError("the model was closed while an image was prepared")
+        self._used_at = time.monotonic()
         images = list(self._images.values())
         held = sum(image.nbytes + image.feature_bytes for image in images)
         held += max((image.work_bytes for image in images), default=0)
@@ -181,12 +246,19 @@ class ImageStore:
 
 
 def open_images(
-    encoder: ImageEncoder | None, accounts: Mapping[str, Account], stack: ExitStack
+    prepared: Prepared,
+    config: EngineConfig,
+    accounts: Mapping[str, Account],
+    weights: WeightStore,
+    slots: HostPool,
+    stack: ExitStack,
 ) -> ImageStore | None:
     """What holds images of requests; None for a model that sees none.  Closed by `stack`."""
+    encoder = prepared.model.encoder
     if encoder is None:
         return None
-    images = ImageStore(encoder, accounts["images"])
+    tower = TowerMemory([block.id for block in prepared.demand.vision], weights, slots)
+    images = ImageStore(encoder, accounts["images"], tower, config.idle_unload_s)
     stack.callback(images.close)
     return images
 

@@ -4,4 +4,4 @@ from hmt.models.eagle3 import EAGLE3_ARCHITECTURES, VERIFIER_HEAD, VERIFIER_TABL
 from hmt.models.mixture_of_recursions import MixtureOfRecursions
 from hmt.models.next_token import open_predictor
 from hmt.models.registry import open_model, supported_architectures, with_architecture
-from hmt.models.vision import with_vision
+from hmt.models.vision import IMAGES_REFUSED, with_vision

@@ -104,7 +104,7 @@ def inspect(path: Path) -> Inspection:
     dtype = torch.bfloat16 if "BF16" in source.dtypes else torch.float32
     try:
         model = open_model(source.config, source.path, dtype)
-        model = with_vision(model, source.config, source.path, source.checkpoint.records)
+        model = with_vision(model, source.config, source.path, source.tensors)
     except CheckpointError as error:
         return _unknown(source, str(error))
     spec = model.spec

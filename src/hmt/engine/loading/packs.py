@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hmt.base.errors import BudgetError, CheckpointError, ConfigError
+from hmt.base.log import logger
 from hmt.base.trace import Tracer
 from hmt.base.units import MIB, format_bytes
 from hmt.contracts.plan import Tier
@@ -16,7 +17,7 @@ from hmt.engine.loading.disk import transfer_queue
 from hmt.engine.loading.source import opened, sensitive_of, target
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import HostPool, Ledger
-from hmt.models import open_model
+from hmt.models import IMAGES_REFUSED, open_model, with_vision
 from hmt.quant import Scheme
 from hmt.weights import bind, named, published_bytes
 from hmt.weights.pack import (
@@ -98,6 +99,10 @@ def verify(
 def _subject(path: Path, scheme: Scheme) -> Subject:
     checkpoint = opened(path)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
+    model = with_vision(model, checkpoint.config, checkpoint.path, checkpoint.records)
+    for remark in model.spec.remarks:
+        if remark.startswith(IMAGES_REFUSED):
+            logger.warning("the pack holds no encoder of images: %s", remark)
     bound = bind(model.spec, checkpoint)
     if named(model.spec, checkpoint).headless:
         raise CheckpointError(

@@ -126,7 +126,7 @@ def open_parts(path: Path, config: EngineConfig, *, on_gpu: bool) -> tuple[Sourc
             f"depth={config.depth}, but {path} is no mixture of recursions: all of its layers are "
             "applied to each token; leave it out"
         )
-    return source, with_vision(model, source.config, source.path, source.checkpoint.records)
+    return source, with_vision(model, source.config, source.path, source.tensors)
 
 
 def prepare_model(

@@ -1,6 +1,6 @@
 """What a model is loaded from: a published checkpoint, or a pack that was made of one."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,14 @@ class Source:
         if self.pack is not None:
             return self.pack.manifest.published_bytes
         return sum(record.nbytes for record in self.checkpoint.records.values())
+
+    @property
+    def tensors(self) -> Collection[str]:
+        """Names of the checkpoint's tensors; of a pack, those of its vision tower."""
+        if self.pack is None:
+            return self.checkpoint.records
+        tower = (b for b in self.pack.manifest.blocks if b.id.kind is BlockKind.VISION)
+        return frozenset(param.source for block in tower for param in block.params)
 
     def tokenizer(self) -> Tokenizer:
         """Of the model.  Raises CheckpointError."""

@@ -81,7 +81,7 @@ def _from_weights(path: Path, config: EngineConfig, hits: HitCurve | None) -> De
     source = open_source(path)
     on_gpu = bool(config.gpu_memory_bytes)
     model = open_model(source.config, source.path, dtype_for(config, source, on_gpu=on_gpu))
-    model = with_vision(model, source.config, source.path, source.checkpoint.records)
+    model = with_vision(model, source.config, source.path, source.tensors)
 
     @cache
     def demand(scheme: str | None) -> Demand:

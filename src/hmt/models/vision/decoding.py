@@ -30,12 +30,7 @@ class ImageDecoder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker: Worker | None = None
-        self._sandbox = Sandbox(
-            "hmt.sandbox.image_decoding:Images",
-            {"most_pixels": MOST_PIXELS},
-            prepare=_PREPARE,
-            worker=_LIMITS,
-        )
+        self._sandbox = _sandbox()
 
     def size(self, image: bytes) -> tuple[int, int]:
         """Width and height that a file says it has.  Raises as `pixels`."""
@@ -52,6 +47,17 @@ class ImageDecoder:
         if len(reply.blob) != shape[0] * shape[1] * 3 or len(reply.blob) > 3 * MOST_PIXELS:
             raise RequestError(f"an image cannot be decoded: {_FORMATS}")
         return torch.from_numpy(np.frombuffer(reply.blob, np.uint8).copy().reshape(shape))
+
+    def rest(self) -> bool:
+        """End the child process; the next image starts another.  False while it decodes."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._sandbox.close()
+            self._worker, self._sandbox = None, _sandbox()
+        finally:
+            self._lock.release()
+        return True
 
     def close(self) -> None:
         """End the child process."""
@@ -76,6 +82,15 @@ class ImageDecoder:
                         "killed twice, as systems do without memory: try again later"
                     ) from None
         raise AssertionError
+
+
+def _sandbox() -> Sandbox:
+    return Sandbox(
+        "hmt.sandbox.image_decoding:Images",
+        {"most_pixels": MOST_PIXELS},
+        prepare=_PREPARE,
+        worker=_LIMITS,
+    )
 
 
 def _refusal(error: Refused) -> Exception:

@@ -34,6 +34,7 @@ _REPLACING: Final = ("gemma3", "gemma4", "idefics3")
 # Towers that make masks.
 _MASKED: Final = ("pixtral", "gemma4_vision", "idefics3_vision", "smolvlm_vision")
 _PROBED: Final = 1536  # pixels in each direction of what stands for the largest image
+IMAGES_REFUSED: Final = "images are refused"  # how the remark begins that says why
 _TOKENS: Final = ("image_token_id", "image_token_index")
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 _MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
@@ -51,7 +52,7 @@ def with_vision(
     As it is where there is none, or where HMT cannot run it; then its remarks say why, and requests
     with images are refused.
 
-    names   of the checkpoint's tensors; none where it is no folder of safetensors
+    names   of the checkpoint's tensors; of a pack, those of its tower
     """
     if not isinstance(config.get("vision_config"), Mapping):
         return model
@@ -59,7 +60,11 @@ def with_vision(
     if not _of_images(kind):
         return _without(model, f"HMT has no images for models of type {kind!r:.60}")
     if not names:
-        return _without(model, "packs and GGUF files hold the part for text alone")
+        return _without(
+            model,
+            "the pack was made without the encoder of images; convert the checkpoint again "
+            "(`hmt convert`)",
+        )
     if not any((folder / name).is_file() for name in _PROCESSORS):
         return _without(model, f"there is no preprocessor_config.json in {folder}")
     try:
@@ -91,7 +96,7 @@ def _of_images(kind: Any) -> bool:
 
 
 def _without(model: Model, why: str) -> Model:
-    model.spec = replace(model.spec, remarks=(*model.spec.remarks, f"images are refused: {why}"))
+    model.spec = replace(model.spec, remarks=(*model.spec.remarks, f"{IMAGES_REFUSED}: {why}"))
     return model
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import DamagedPackError, MissingFileError, PackError
-from hmt.contracts.blocks import BlockId, BlockSpec, ParamSpec
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Activations
 from hmt.contracts.model import ModelSpec
@@ -53,7 +53,13 @@ class Pack:
 
         Raises PackError where this HMT would lay out a block in another way.
         """
-        packed = {block.id: block for block in self.manifest.blocks}
+        # A machine that cannot run the tower (no Pillow, other transformers) reads text from here.
+        sees = any(block.id.kind is BlockKind.VISION for block in spec.blocks)
+        packed = {
+            block.id: block
+            for block in self.manifest.blocks
+            if sees or block.id.kind is not BlockKind.VISION
+        }
         if list(packed) != [block.id for block in spec.blocks]:
             raise self._other_layout(f"{len(packed)} blocks, not {len(spec.blocks)}")
         bound = {block.id: self._bind(block, packed[block.id]) for block in spec.blocks}
