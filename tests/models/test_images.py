@@ -26,6 +26,7 @@ from hmt.base.errors import BudgetError, DiskReadError, HMTError, RequestError
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.request import Completion, Request, Sampling
 from hmt.contracts.store import Presence
+from hmt.models.vision import opening
 
 IMAGES = [picture(37, 21), picture(18, 50, 1)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 512, "max_batch": 4}
@@ -348,3 +349,12 @@ def test_an_image_that_cannot_be_encoded_fails_its_own_requests_alone(
     assert loaded.summary().used_bytes["images"] == 0
     load = loaded._loop.call(lambda: core.scheduler.load)
     assert (load.running, load.waiting) == (0, 0)
+
+
+def test_without_pillow_it_says_what_to_install(folder_of: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(opening, "find_spec", lambda name: None)
+    with hmt.Engine(host_memory="64MiB", **OPTIONS) as engine:
+        model = engine.load_model(folder_of("llava")[1])
+        assert model.infer(Request(words(5, 1), 2, ignore_eos=True)).token_ids
+        with pytest.raises(RequestError, match=r"pip install 'hmt\[images\]'"):
+            model.infer(Request([*words(2, 1), IMAGE], 2, images=(IMAGES[0],)))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -69,6 +70,10 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
             model,
             "the pack was made without the encoder of images; convert the checkpoint again "
             "(`hmt convert`)",
+        )
+    if find_spec("PIL") is None:
+        return _without(
+            model, "they need Pillow, which is not installed: pip install 'hmt[images]'"
         )
     with ExitStack() as after:
         if checkpoint.processor is not None:
