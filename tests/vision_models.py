@@ -13,6 +13,8 @@ from PIL import Image
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from hmt.contracts.request import Completion, Request, Sampling
+
 VOCABULARY = 4096
 IMAGE, BEGIN, END = 6, 4, 5  # tokens: <|image|> and others of the tokenizer
 _TOKENS = {
@@ -231,3 +233,17 @@ def reference_logits(
         inputs["mm_token_type_ids"] = (ids == IMAGE).int()
     with torch.inference_mode():
         return model(input_ids=ids, **inputs).logits[0]
+
+
+def scored_request(prompt: Any, images: Any, **more: Any) -> Request:
+    """A greedy request of 5 tokens that tells log-probabilities of prompt and answer."""
+    given: dict[str, Any] = {
+        "max_new_tokens": 5, "ignore_eos": True, "prompt_logprobs": 0,
+        "sampling": Sampling(logprobs=0),
+    }  # fmt: skip
+    return Request(input=prompt, images=images, **(given | more))
+
+
+def logprobs_of(answer: Completion) -> list[float]:
+    """Of each token of a prompt from the second on, and of its answer."""
+    return [one.logprob for one in (*answer.prompt_logprobs, *answer.logprobs)]

@@ -61,7 +61,7 @@ def rounded(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return reference.dequantize(stored, torch.float32)
 
 
-class TransformersEyes:
+class TransformersModel:
     """A checkpoint in transformers, in `dtype`; its FP8 matrices as `quant` stores them."""
 
     def __init__(
@@ -119,8 +119,8 @@ def main() -> None:
     parser.add_argument("--quant", default="none", help="as hmt eval takes it")
     parser.add_argument("--out", type=Path, help="add the scores to those in this file")
     options = parser.parse_args()
-    eyes = TransformersEyes(options.checkpoint, options.device, quant=options.quant)
-    scores = ImageQuestions.read(options.checkpoint / FILE).grade(eyes.answer)
+    oracle = TransformersModel(options.checkpoint, options.device, quant=options.quant)
+    scores = ImageQuestions.read(options.checkpoint / FILE).grade(oracle.answer)
     total = Score(*(sum(parts) for parts in zip(*scores.values(), strict=True)))
     for kind, score in (scores | {"all": total}).items():
         print(f"{kind}: {score}")

@@ -23,7 +23,7 @@ from drawn_images import IMAGE_AT, STRIDE, Special, batch
 from export import quantize_checkpoint
 from optimizer import MasterAdamW, weighted_loss
 from prepare import SPECIAL_TOKENS
-from score_images import TransformersEyes, held_out
+from score_images import TransformersModel, held_out
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -137,7 +137,7 @@ def build(vocabulary: int, special: Special) -> Qwen3VLForConditionalGeneration:
     return model
 
 
-class Seeing:
+class BatchedModel:
     """transformers' model, computed for many images of one size at once.
 
     Its own tower calls attention once per image and layer.  The numbers are the same up to
@@ -293,9 +293,11 @@ class DrawnBatches:
         self.drawn += len(arrays[0])
 
 
-def train(seeing: Seeing, drawn: DrawnBatches, text: Batches, sizes: Sizes, seconds: float) -> None:
+def train(
+    batched: BatchedModel, drawn: DrawnBatches, text: Batches, sizes: Sizes, seconds: float
+) -> None:
     """Train all parameters, in place: five batches of images, then one of text."""
-    model, rng, used = seeing.model, random.Random(0), 0
+    model, rng, used = batched.model, random.Random(0), 0
     losses: dict[str, Tensor] = {}
     optimizer = MasterAdamW(model.parameters(), weight_decay=0.05)
     for step, part, prints in timed_steps(seconds, every=10):
@@ -307,7 +309,7 @@ def train(seeing: Seeing, drawn: DrawnBatches, text: Batches, sizes: Sizes, seco
         else:
             pixels, ids, weights = drawn.take(rng)
             ids = ids.long()
-            states = seeing.states(pixels, ids)
+            states = batched.states(pixels, ids)
             used += len(ids)
         loss = weighted_loss(states, ids, weights, model.lm_head)
         losses["text" if step % 6 == 5 else "images"] = loss.detach()
@@ -362,13 +364,13 @@ def main() -> None:
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters on {device}")
     drawn = DrawnBatches(tokenizer, special, sizes, device)
     text = Batches(options.data, tokenizer, sizes.text)
-    train(Seeing(model), drawn, text, sizes, options.seconds)
+    train(BatchedModel(model), drawn, text, sizes, options.seconds)
     drawn.close()
     save(options.out, model.to(torch.bfloat16), tokenizer)
     questions = held_out(14 if options.tiny else 210)
     questions.write(options.out / FILE)
-    eyes = TransformersEyes(options.out, device)
-    for kind, score in questions.grade(eyes.answer).items():
+    oracle = TransformersModel(options.out, device)
+    for kind, score in questions.grade(oracle.answer).items():
         print(f"{kind}: {score}", flush=True)
     print(f"wrote {options.out}; score_images.py and hmt eval measure it")
 

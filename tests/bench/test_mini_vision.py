@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from score_images import TransformersEyes
+from score_images import TransformersModel
 from tokenizers import Tokenizer
-from train_vision import IMAGE_AT, Seeing, build, special_tokens
+from train_vision import IMAGE_AT, BatchedModel, build, special_tokens
 from transformers import AutoImageProcessor
 
 import hmt
@@ -53,13 +53,13 @@ def answers(answer: Callable[[bytes, str], str], questions: ImageQuestions) -> l
 
 
 @cache
-def eyes(quant: str) -> TransformersEyes:
-    return TransformersEyes(FOLDER, dtype=torch.float32, quant=quant)
+def reference(quant: str) -> TransformersModel:
+    return TransformersModel(FOLDER, dtype=torch.float32, quant=quant)
 
 
 @cache
 def theirs(quant: str, questions: ImageQuestions) -> list[str]:
-    return answers(eyes(quant).answer, questions)
+    return answers(reference(quant).answer, questions)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,11 @@ def test_probabilities_are_those_of_transformers() -> None:
             request = hmt.Request(said, 1, sampling=hmt.Sampling(logprobs=8), images=shown)
             [ours] = model.infer(request).logprobs
             with torch.no_grad():
-                logits = eyes("none").model(**eyes("none").inputs(shown[0], text)).logits[0, -1]
+                logits = (
+                    reference("none")
+                    .model(**reference("none").inputs(shown[0], text))
+                    .logits[0, -1]
+                )
             expected = logits.log_softmax(-1)
             assert len(ours.top) == 8
             for token, logprob in (*ours.top, (ours.token_id, ours.logprob)):
@@ -125,7 +129,7 @@ def test_the_training_computes_what_transformers_does() -> None:
     images = [Image.fromarray(image.numpy()) for image in pixels]
     given = processor(images=images, return_tensors="pt")
     with torch.no_grad():
-        ours = Seeing(model).states(pixels, ids)
+        ours = BatchedModel(model).states(pixels, ids)
         expected = model.model(
             input_ids=ids, mm_token_type_ids=(ids == special.image).int(), **given
         ).last_hidden_state

@@ -13,16 +13,25 @@ import torch
 from gguf_conventions import VOCABULARY, conventions
 from mmproj_files import write_mmproj, write_text
 from transformers import CONFIG_MAPPING, Qwen3_5ForConditionalGeneration
-from vision_models import BEGIN, END, IMAGE, picture, publish, vision_model
+from vision_models import (
+    BEGIN,
+    END,
+    IMAGE,
+    logprobs_of,
+    picture,
+    publish,
+    scored_request,
+    vision_model,
+)
 from vision_models import CASES as VISION_CASES
 
 import hmt
 from hmt.base.errors import CheckpointError, RequestError
-from hmt.contracts.request import Completion, Request, Sampling
+from hmt.contracts.request import Completion, Request
 from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert
 from hmt.formats.gguf import open_gguf, read_gguf
-from hmt.formats.gguf.projectors import seeing_config
+from hmt.formats.gguf.projectors import config_with_encoder
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 512, "host_memory": "64MiB"}
 IMAGES = (picture(37, 21), picture(18, 50, 1))
@@ -58,19 +67,8 @@ def answer(path: Path, request: Request, **options: Any) -> Completion:
         return engine.load_model(path).infer(request)
 
 
-def numbers(answer: Completion) -> list[float]:
-    return [one.logprob for one in (*answer.prompt_logprobs, *answer.logprobs)]
-
-
 def asked(prompt: Any = PROMPT, images: Any = IMAGES) -> Request:
-    return Request(
-        input=prompt,
-        images=images,
-        max_new_tokens=4,
-        ignore_eos=True,
-        prompt_logprobs=0,
-        sampling=Sampling(logprobs=0),
-    )
+    return scored_request(prompt, images, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,7 +78,7 @@ def test_numbers_are_those_of_the_folder(name: str, files_of: Any) -> None:
     found = answer(file, asked())
     assert wanted.prompt_tokens > len(PROMPT) + 20
     assert found.token_ids == wanted.token_ids
-    assert numbers(found) == numbers(wanted)
+    assert logprobs_of(found) == logprobs_of(wanted)
 
 
 def test_a_chat_shows_an_image_by_the_vocabularys_own_token(files_of: Any) -> None:
@@ -89,7 +87,7 @@ def test_a_chat_shows_an_image_by_the_vocabularys_own_token(files_of: Any) -> No
     messages = [{"role": "user", "content": "What is this?"}]
     wanted, found = (answer(path, asked(messages, IMAGES[:1])) for path in (folder, file))
     assert found.prompt_tokens == wanted.prompt_tokens
-    assert numbers(found) == numbers(wanted)
+    assert logprobs_of(found) == logprobs_of(wanted)
 
 
 def test_an_encoder_elsewhere_is_named(files_of: Any, tmp_path: Path) -> None:
@@ -98,12 +96,12 @@ def test_an_encoder_elsewhere_is_named(files_of: Any, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"no mmproj\*.gguf beside model.gguf.*--mmproj"):
         answer(alone, asked())
     mmproj = file.with_name("mmproj-F16.gguf")
-    assert numbers(answer(alone, asked(), mmproj=mmproj)) == numbers(answer(file, asked()))
+    assert logprobs_of(answer(alone, asked(), mmproj=mmproj)) == logprobs_of(answer(file, asked()))
 
 
 def test_a_folder_holds_a_model_and_its_encoder(files_of: Any, tmp_path: Path) -> None:
     _, file = files_of("qwen3_vl")
-    assert numbers(answer(file.parent, asked())) == numbers(answer(file, asked()))
+    assert logprobs_of(answer(file.parent, asked())) == logprobs_of(answer(file, asked()))
     shutil.copy(file.with_name("mmproj-F16.gguf"), tmp_path)
     with pytest.raises(CheckpointError, match="encoders of images alone"):
         answer(tmp_path, asked())
@@ -118,7 +116,7 @@ def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
     other = vision_model("qwen3_vl", out_hidden_size=48)
     mmproj = write_mmproj(other, tmp_path / "mmproj.gguf")
     text = asked(PROMPT[:3], ())
-    assert numbers(answer(alone, text)) == numbers(answer(file, text))
+    assert logprobs_of(answer(alone, text)) == logprobs_of(answer(file, text))
     why = "belongs to another model: it makes features of 48 numbers.* embeddings have 32"
     with pytest.raises(RequestError, match=why):
         answer(alone, asked())
@@ -142,7 +140,7 @@ def test_encoders_that_are_not_read_are_refused(
     changed: dict[str, Any], why: str, files_of: Any, tmp_path: Path
 ) -> None:
     _, file = files_of("qwen3_vl")
-    mmproj = write_mmproj(vision_model("qwen3_vl"), tmp_path / "eyes.gguf", **changed)
+    mmproj = write_mmproj(vision_model("qwen3_vl"), tmp_path / "encoder.gguf", **changed)
     with pytest.raises(CheckpointError, match=why):
         answer(file, asked(), mmproj=mmproj)
 
@@ -152,15 +150,15 @@ def test_older_files_call_matrices_otherwise(tmp_path: Path) -> None:
     file = write_text(model, tmp_path / "model.gguf")
     write_mmproj(model, tmp_path / "mmproj.gguf")
     old = write_mmproj(model, tmp_path / "old.gguf", swapped=True)
-    wanted = numbers(answer(file, asked()))
-    assert numbers(answer(file, asked(), mmproj=old)) == wanted
+    wanted = logprobs_of(answer(file, asked()))
+    assert logprobs_of(answer(file, asked(), mmproj=old)) == wanted
 
 
 def test_a_pack_holds_the_part_for_text(files_of: Any, tmp_path: Path) -> None:
     _, file = files_of("qwen3_vl")
     convert(file, tmp_path / "pack", EngineConfig.resolve(host_memory="64MiB"))
     text = asked(PROMPT[:3], ())
-    assert numbers(answer(tmp_path / "pack", text)) == numbers(answer(file, text))
+    assert logprobs_of(answer(tmp_path / "pack", text)) == logprobs_of(answer(file, text))
     with pytest.raises(RequestError, match="the pack was made without the encoder of images"):
         answer(tmp_path / "pack", asked())
 
@@ -213,13 +211,13 @@ def test_a_hybrid_sees_by_an_encoder_without_deepstack(
         for path in (tmp_path / "folder", file)
     )
     assert found.prompt_tokens == wanted.prompt_tokens > len(prompt) + 10
-    assert numbers(found) == pytest.approx(numbers(wanted), abs=1e-4)
+    assert logprobs_of(found) == pytest.approx(logprobs_of(wanted), abs=1e-4)
 
 
 def test_damaged_encoders_are_errors_of_checkpoints(files_of: Any) -> None:
     """Keys of other values and types, and tensors that are away or of other shapes."""
     _, file = files_of("qwen2_5_vl")
-    text, eyes = (read_gguf(path) for path in (file, file.with_name("mmproj-BF16.gguf")))
+    text, encoder = (read_gguf(path) for path in (file, file.with_name("mmproj-BF16.gguf")))
     config, rng = open_gguf(file).config["text_config"], random.Random(4)
     values = (
         0,
@@ -239,7 +237,7 @@ def test_damaged_encoders_are_errors_of_checkpoints(files_of: Any) -> None:
     )
     refused = 0
     for _ in range(600):
-        metadata, records = dict(eyes.metadata), dict(eyes.records)
+        metadata, records = dict(encoder.metadata), dict(encoder.records)
         for _ in range(rng.randrange(1, 3)):
             metadata[rng.choice(list(metadata))] = rng.choice(values)
             name = rng.choice(list(records))
@@ -249,7 +247,9 @@ def test_damaged_encoders_are_errors_of_checkpoints(files_of: Any) -> None:
             elif rng.random() < 0.3:
                 del records[name]
         try:
-            seeing_config(config, text.metadata, replace(eyes, metadata=metadata, records=records))
+            config_with_encoder(
+                config, text.metadata, replace(encoder, metadata=metadata, records=records)
+            )
         except CheckpointError:
             refused += 1
     assert 100 < refused < 600

@@ -20,18 +20,18 @@ from vision_families import (
     processor_of,
     publish_family,
 )
-from vision_models import BEGIN, IMAGE, picture
+from vision_models import BEGIN, IMAGE, logprobs_of, picture, scored_request
 
 import hmt
 from hmt.base.errors import CheckpointError, RequestError
 from hmt.contracts.blocks import BlockKind
-from hmt.contracts.request import Completion, Request, Sampling
+from hmt.contracts.request import Request
 from hmt.engine.scheduling.prefill_budget import keep_blocks
 from hmt.kernels import ops
 from hmt.models.vision.observing import check_replaces
 
 IMAGES = [picture(37, 21), picture(18, 50, 1)]
-# Of MORE, what has a path of its own: embeddings of layers.  The others repeat those of FAMILIES.
+# Of MORE, embeddings of layers take another path.  The others repeat those of FAMILIES.
 FURTHER = after_first(sorted(MORE, key=lambda name: name != "gemma4-layers"))
 SMALL = [picture(14, 9), picture(7, 22, 1)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 1024, "max_batch": 2}
@@ -73,15 +73,7 @@ def loaded(request: pytest.FixtureRequest, folder_of: Any) -> Iterator[tuple[str
 
 
 def asked(prompt: list[int], images: Any = tuple(IMAGES), **more: Any) -> Request:
-    given: dict[str, Any] = {
-        "max_new_tokens": 4, "ignore_eos": True, "prompt_logprobs": 0,
-        "sampling": Sampling(logprobs=0),
-    }  # fmt: skip
-    return Request(input=prompt, images=images, **(given | more))
-
-
-def numbers(answer: Completion) -> list[float]:
-    return [one.logprob for one in (*answer.prompt_logprobs, *answer.logprobs)]
+    return scored_request(prompt, images, **{"max_new_tokens": 4} | more)
 
 
 def check_logits(name: str, model: hmt.LoadedModel, folder_of: Any) -> None:
@@ -94,7 +86,7 @@ def check_logits(name: str, model: hmt.LoadedModel, folder_of: Any) -> None:
     tokens = [*whole, *answer.token_ids]
     wanted = family_logits(reference, folder, tokens, IMAGES).log_softmax(-1)
     expected = wanted[range(len(tokens) - 1), tokens[1:]]
-    torch.testing.assert_close(torch.tensor(numbers(answer)), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(logprobs_of(answer)), expected, atol=1e-4, rtol=0)
 
 
 def test_logits_are_those_of_transformers(loaded: tuple[str, Any], folder_of: Any) -> None:
@@ -119,7 +111,7 @@ def test_budgets_change_no_bit_and_chunks_nothing(name: str, folder_of: Any) -> 
         options = OPTIONS | {"context": 256, "max_batch": 1, "executor": executor}
         with hmt.Engine(host_memory=memory, max_prefill_tokens=chunk, **options) as engine:
             model = engine.load_model(folder)
-            found.append(numbers(model.infer(asked(prompt(name), SMALL))))
+            found.append(logprobs_of(model.infer(asked(prompt(name), SMALL))))
             streams = any(
                 home == "disk" and block.kind is not BlockKind.VISION
                 for block, home in model.plan.homes.items()
@@ -152,9 +144,9 @@ def test_requests_run_together(loaded: tuple[str, Any]) -> None:
         asked(prompt(name)), asked(words(25, 5), ()),
         asked([*words(3, 6), mark(name), *words(9, 7)], IMAGES[1:]),
     ]  # fmt: skip
-    alone = [numbers(model.infer(request)) for request in requests]
+    alone = [logprobs_of(model.infer(request)) for request in requests]
     for answer, expected in zip(model.infer_batch(requests), alone, strict=True):
-        assert numbers(answer) == pytest.approx(expected, abs=1e-5)
+        assert logprobs_of(answer) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mistral3"])

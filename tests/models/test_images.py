@@ -15,16 +15,18 @@ from vision_models import (
     END,
     IMAGE,
     file_of,
+    logprobs_of,
     picture,
     publish,
     reference_logits,
+    scored_request,
     vision_model,
 )
 
 import hmt
 from hmt.base.errors import BudgetError, DiskReadError, HMTError, RequestError
 from hmt.contracts.blocks import BlockKind
-from hmt.contracts.request import Completion, Request, Sampling
+from hmt.contracts.request import Completion, Request
 from hmt.contracts.store import Presence
 from hmt.models.vision import opening
 
@@ -62,15 +64,7 @@ def loaded(request: pytest.FixtureRequest, folder_of: Any) -> Iterator[hmt.Loade
 
 
 def asked(prompt: Any = PROMPT, images: Any = tuple(IMAGES), **more: Any) -> Request:
-    given: dict[str, Any] = {
-        "max_new_tokens": 5, "ignore_eos": True, "prompt_logprobs": 0,
-        "sampling": Sampling(logprobs=0),
-    }  # fmt: skip
-    return Request(input=prompt, images=images, **(given | more))
-
-
-def numbers(answer: Completion) -> list[float]:
-    return [one.logprob for one in (*answer.prompt_logprobs, *answer.logprobs)]
+    return scored_request(prompt, images, **more)
 
 
 def tower_bytes(model: hmt.LoadedModel) -> int:
@@ -94,7 +88,7 @@ def test_logits_are_those_of_transformers(name: str, folder_of: Any) -> None:
     wanted = reference_logits(model, folder, tokens, IMAGES).log_softmax(-1)
     expected = wanted[range(len(tokens) - 1), tokens[1:]]
     assert answer.prompt_tokens > 40
-    torch.testing.assert_close(torch.tensor(numbers(answer)), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(logprobs_of(answer)), expected, atol=1e-4, rtol=0)
 
 
 def test_glm46v_is_glm4v_moe_by_another_name(folder_of: Any, tmp_path: Path) -> None:
@@ -107,7 +101,7 @@ def test_glm46v_is_glm4v_moe_by_another_name(folder_of: Any, tmp_path: Path) -> 
     answers = []
     for path in (folder, tmp_path):
         with hmt.Engine(host_memory="64MiB", **OPTIONS) as engine:
-            answers.append(numbers(engine.load_model(path).infer(asked())))
+            answers.append(logprobs_of(engine.load_model(path).infer(asked())))
     assert answers[0] == answers[1]
 
 
@@ -132,7 +126,7 @@ def test_budgets_change_no_bit_and_chunks_nothing(name: str, folder_of: Any) -> 
         options = OPTIONS | {"context": 256, "max_batch": 1, "executor": executor}
         with hmt.Engine(host_memory=memory, max_prefill_tokens=chunk, **options) as engine:
             model = engine.load_model(folder)
-            found.append(numbers(model.infer(asked())))
+            found.append(logprobs_of(model.infer(asked())))
             streams = any(
                 home == "disk" and block.kind is not BlockKind.VISION
                 for block, home in model.plan.homes.items()
@@ -180,9 +174,9 @@ def test_requests_with_and_without_images_run_together(loaded: hmt.LoadedModel) 
     requests = [
         asked(), asked(words(25, 5), ()), asked([*words(3, 6), IMAGE, *words(9, 7)], IMAGES[1:])
     ]  # fmt: skip
-    alone = [numbers(loaded.infer(request)) for request in requests]
+    alone = [logprobs_of(loaded.infer(request)) for request in requests]
     for answer, expected in zip(loaded.infer_batch(requests), alone, strict=True):
-        assert numbers(answer) == pytest.approx(expected, abs=1e-5)
+        assert logprobs_of(answer) == pytest.approx(expected, abs=1e-5)
 
 
 def test_several_answers_share_what_is_made_of_an_image(
@@ -206,7 +200,7 @@ def test_a_path_bytes_and_pillow_are_the_same_image(
     IMAGES[0].save(path, lossless=True)
     given = path, str(path), path.read_bytes(), IMAGES[0], file_of(IMAGES[0])
     prompt = [*words(3, 1), IMAGE, *words(3, 2)]
-    answers = [numbers(loaded.infer(asked(prompt, (image,)))) for image in given]
+    answers = [logprobs_of(loaded.infer(asked(prompt, (image,)))) for image in given]
     assert all(answer == answers[0] for answer in answers)
 
 
@@ -215,7 +209,7 @@ def test_a_chat_has_image_parts(loaded: hmt.LoadedModel) -> None:
     parts = [{"role": "user", "content": [{"type": "image"}, text]}]
     plain = [{"role": "user", "content": "What is this?"}]
     answers = [loaded.infer(asked(chat, IMAGES[:1])) for chat in (parts, plain)]
-    assert numbers(answers[0]) == numbers(answers[1])
+    assert logprobs_of(answers[0]) == logprobs_of(answers[1])
     without = loaded.infer(asked(plain, ()))
     assert answers[0].prompt_tokens > without.prompt_tokens + 10
 
@@ -279,7 +273,7 @@ def test_a_device_and_choices_give_the_same(folder_of: Any) -> None:
         with hmt.Engine(host_memory="64MiB", **given) as engine:
             model = engine.load_model(folder)
             assert bool(model.plan.device.stages) == bool(options)
-            found.append(numbers(model.infer(asked())))
+            found.append(logprobs_of(model.infer(asked())))
             each = model.infer_choices(asked(prompt_logprobs=None), 2)
             assert each[0].token_ids == each[1].token_ids
     assert found[1] == pytest.approx(found[0], abs=1e-5)

@@ -1,4 +1,4 @@
-"""The page at / in Chromium, driven by playwright: whoever imports this is skipped without it."""
+"""The page at / in Chromium, driven by playwright: skipped without it."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ROOT = Path(__file__).parents[2]
 AXE = ROOT / "node_modules" / "axe-core" / "axe.min.js"
 Opened = Callable[..., Any]
-SCREENSHOTS = ROOT / "build" / "screenshots"  # for whoever wants to see what tests have seen
+SCREENSHOTS = ROOT / "build" / "screenshots"  # what tests have seen
 
 MARKS = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium or google-chrome"),

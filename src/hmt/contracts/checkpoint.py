@@ -103,7 +103,7 @@ class Checkpoint:
     vocabulary  what a GGUF file says of its tokenizer, by its keys; None where there are files
     spare       records that are known and that no model needs, such as scales of activations
     processor   what preprocessor_config.json would say; None where there is that file, or no images
-    blind       why images cannot be encoded, where it is known without opening a model
+    images_refused   why images cannot be encoded, where it is known without opening a model
     """
 
     path: Path
@@ -114,4 +114,4 @@ class Checkpoint:
     vocabulary: Mapping[str, Any] | None = None
     spare: frozenset[str] = frozenset()
     processor: Mapping[str, Any] | None = None
-    blind: str = ""
+    images_refused: str = ""

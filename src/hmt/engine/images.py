@@ -36,7 +36,7 @@ class TowerMemory:
     slots: HostPool
 
     def free(self) -> None:
-        """Return their memory to the system.  Nobody may have a lease of them."""
+        """Return their memory to the system.  No lease of them may be held."""
         for block in self.blocks:
             self.weights.forget(block)
         self.slots.trim()

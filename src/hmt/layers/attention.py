@@ -106,10 +106,12 @@ class Attention:
             options["sinks"] = self.sinks_of(params)
         out = kv.append_attend(layer, step, heads, **options)
         if step.has_blocks:
-            self.see_blocks(out, heads, layer, step, kv)
+            self.attend_within_blocks(out, heads, layer, step, kv)
         return project(out, params, "o_proj")
 
-    def see_blocks(self, out: Tensor, heads: Tensor, layer: int, step: Step, kv: KVCache) -> None:
+    def attend_within_blocks(
+        self, out: Tensor, heads: Tensor, layer: int, step: Step, kv: KVCache
+    ) -> None:
         """Let tokens see all of their `Segment.blocks`: changes their rows of `out`.
 
         out     [tokens, q_heads * dim], of causal attention

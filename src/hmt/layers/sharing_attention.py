@@ -81,7 +81,7 @@ class SharingAttention:
             query = ops.rope(query, cos, sin)
             out = kv.attend(self.source, step, query, scale=own.scale).flatten(1)
             if step.has_blocks and own.window:
-                own.see_blocks(out, query, self.source, step, kv)
+                own.attend_within_blocks(out, query, self.source, step, kv)
             return project(out, params, "o_proj")
         self._norm(key, params["k_norm"].data)
         value = heads[:, own.heads + own.kv_heads :]
@@ -89,7 +89,7 @@ class SharingAttention:
         ops.rope_inplace(query, key, cos, sin)
         out = kv.append_attend(layer, step, heads, scale=own.scale)
         if step.has_blocks and own.window:
-            own.see_blocks(out, heads, layer, step, kv)
+            own.attend_within_blocks(out, heads, layer, step, kv)
         return project(out, params, "o_proj")
 
     def _norm(self, heads: Tensor, weight: Tensor) -> None:

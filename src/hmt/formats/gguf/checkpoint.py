@@ -13,7 +13,7 @@ from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.formats.gguf.config import read_config
 from hmt.formats.gguf.header import SPLIT, GgufHeader, read_gguf
 from hmt.formats.gguf.names import forms_of, names_of, spare_of
-from hmt.formats.gguf.projectors import PROJECTORS, beside, is_mmproj, seeing_config
+from hmt.formats.gguf.projectors import PROJECTORS, beside, config_with_encoder, is_mmproj
 
 _FACTORS: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _MOST_FACTORS: Final = 4096
@@ -82,13 +82,15 @@ def open_gguf(path: Path, mmproj: Path | None = None) -> Checkpoint:
         vocabulary,
         spare=_in_config(config, factors, architecture.proportional) | spare_of(records, names),
     )
-    return _seeing(checkpoint, first.metadata, mmproj)
+    return _with_encoder(checkpoint, first.metadata, mmproj)
 
 
-def _seeing(checkpoint: Checkpoint, metadata: Mapping[str, Any], mmproj: Path | None) -> Checkpoint:
+def _with_encoder(
+    checkpoint: Checkpoint, metadata: Mapping[str, Any], mmproj: Path | None
+) -> Checkpoint:
     """The checkpoint with its encoder of images, or the reason why it has none."""
     if mmproj is not None:
-        return _with_eyes(checkpoint, metadata, read_gguf(mmproj))
+        return _joined(checkpoint, metadata, read_gguf(mmproj))
     kinds = {kind for projector in PROJECTORS.values() for kind in projector.models}
     why = ""
     if metadata["general.architecture"] in kinds:
@@ -98,24 +100,22 @@ def _seeing(checkpoint: Checkpoint, metadata: Mapping[str, Any], mmproj: Path | 
         )
     for file in beside(checkpoint.path):
         try:
-            return _with_eyes(checkpoint, metadata, read_gguf(file))
+            return _joined(checkpoint, metadata, read_gguf(file))
         except CheckpointError as error:
             why = str(error)
-    return replace(checkpoint, blind=why)
+    return replace(checkpoint, images_refused=why)
 
 
-def _with_eyes(
-    checkpoint: Checkpoint, metadata: Mapping[str, Any], header: GgufHeader
-) -> Checkpoint:
-    config, eyes = seeing_config(checkpoint.config, metadata, header)
+def _joined(checkpoint: Checkpoint, metadata: Mapping[str, Any], header: GgufHeader) -> Checkpoint:
+    config, encoder = config_with_encoder(checkpoint.config, metadata, header)
     if twice := checkpoint.records.keys() & header.records.keys():
         raise HeaderError(f"tensor {min(twice)!r} is in {checkpoint.path} and in {header.path}")
     return replace(
         checkpoint,
         config=config,
         records={**checkpoint.records, **header.records},
-        forms={**checkpoint.forms, **eyes.forms},
-        processor=eyes.processor,
+        forms={**checkpoint.forms, **encoder.forms},
+        processor=encoder.processor,
         spare=checkpoint.spare | header.records.keys(),  # packs and drafts hold text alone
     )
 

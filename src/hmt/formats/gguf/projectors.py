@@ -37,7 +37,7 @@ _SOUND: Final = ("a.", "mm.a.")  # parts of encoders of sound, which are left as
 
 
 @dataclass(frozen=True)
-class Eyes:
+class ImageEncoderFile:
     """An encoder in a file, read with that of the language model it belongs to.
 
     vision      vision_config of config.json
@@ -206,7 +206,7 @@ def projector_of(header: GgufHeader) -> Projector:
     return found
 
 
-def read_eyes(header: GgufHeader, projector: Projector) -> Eyes:
+def read_encoder(header: GgufHeader, projector: Projector) -> ImageEncoderFile:
     """Raises CheckpointError, HeaderError where something is missing or absurd."""
     records = header.records
     keys = Keys(header.metadata, CLIP, str(header.path), records)
@@ -232,7 +232,7 @@ def read_eyes(header: GgufHeader, projector: Projector) -> Eyes:
     layers = vision.get("deepstack_visual_indexes", [])
     forms = _forms(header, projector, layers)
     _check_all_read(header, forms)
-    return Eyes(
+    return ImageEncoderFile(
         vision,
         _processor(keys, projector, patch, merge),
         forms,
@@ -362,11 +362,11 @@ def is_mmproj(file: Path) -> bool:
     return file.name.lower().startswith("mmproj")
 
 
-def seeing_config(
+def config_with_encoder(
     config: Mapping[str, Any],
     metadata: Mapping[str, Any],
     header: GgufHeader,
-) -> tuple[dict[str, Any], Eyes]:
+) -> tuple[dict[str, Any], ImageEncoderFile]:
     """The config.json of a model that sees, of its language model's; and its encoder.
 
     config, metadata   of the file with the language model
@@ -381,13 +381,13 @@ def seeing_config(
             f"{header.path} belongs to models of architecture "
             f"{' or '.join(sorted(projector.models))}, and this one is {architecture!r}"
         )
-    eyes = read_eyes(header, projector)
-    wanted = config["hidden_size"], config.get("deepstack_layers", eyes.deepstack)
-    if (eyes.out_width, eyes.deepstack) != wanted:
+    encoder = read_encoder(header, projector)
+    wanted = config["hidden_size"], config.get("deepstack_layers", encoder.deepstack)
+    if (encoder.out_width, encoder.deepstack) != wanted:
         raise CheckpointError(
-            f"{header.path} belongs to another model: it makes features of {eyes.out_width} "
-            f"numbers, for {eyes.deepstack} layers besides the first, and this model's embeddings "
-            f"have {wanted[0]}, with {wanted[1]} such layers"
+            f"{header.path} belongs to another model: it makes features of {encoder.out_width} "
+            f"numbers, for {encoder.deepstack} layers besides the first, and this model's "
+            f"embeddings have {wanted[0]}, with {wanted[1]} such layers"
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
     there = tokens if isinstance(tokens, list) else []
@@ -410,6 +410,6 @@ def seeing_config(
         "model_type": kind,
         "tie_word_embeddings": config["tie_word_embeddings"],
         "text_config": text_config,
-        "vision_config": eyes.vision,
+        "vision_config": encoder.vision,
         **named,
-    }, eyes
+    }, encoder

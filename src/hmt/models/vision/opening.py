@@ -57,8 +57,8 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
 
     names   of the checkpoint's tensors; of a pack, those of its tower
     """
-    if checkpoint.blind:
-        return _without(model, checkpoint.blind)
+    if checkpoint.images_refused:
+        return _without(model, checkpoint.images_refused)
     config, folder = checkpoint.config, checkpoint.path
     if not isinstance(config.get("vision_config"), Mapping):
         return model
@@ -92,13 +92,13 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         for param in block.params:
             if not any(source in names for source in param.sources):
                 return _without(model, f"the checkpoint has no tensor {param.sources[0]}")
-    seeing = VisionModel(model, encoder)
-    seeing.spec = replace(
+    found = VisionModel(model, encoder)
+    found.spec = replace(
         model.spec,
         blocks=(*model.spec.blocks, *encoder.tower.blocks),
         remarks=tuple(remark for remark in model.spec.remarks if remark != TEXT_ONLY),
     )
-    return seeing
+    return found
 
 
 def _of_images(kind: Any) -> bool:

@@ -105,9 +105,9 @@ class WithText(Processing):
         begin = next((n for n, t in enumerate(right) if t in self._added), len(right))
         tail, head = list(left[len(left) - end :]), list(right[:begin])
         if tail and head:
-            texts = [self._tokenizer.decode(part) for part in (tail, head)]
-            if [self._tokens(text) for text in texts] == [tail, head]:
-                tail, head = self._tokens("".join(texts)), []
+            words = [self._tokenizer.decode(part) for part in (tail, head)]
+            if [self._tokens(part) for part in words] == [tail, head]:
+                tail, head = self._tokens("".join(words)), []
         return [*left[: len(left) - end], *tail, *head, *right[begin:]]
 
     def _tokens(self, text: str) -> list[int]:

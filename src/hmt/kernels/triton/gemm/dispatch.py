@@ -26,7 +26,7 @@ from hmt.kernels.triton.gemm.block_dots import BlockTokens, block_tokens
 from hmt.kernels.triton.gemm.dequantize import dequantize, dequantize_into, quantize_activations
 from hmt.kernels.triton.gemm.gemv_blocks import multiply_blocks, takes_blocks
 from hmt.kernels.triton.gemm.gemv_float import multiply_numbers, takes_numbers
-from hmt.kernels.triton.gemm.gemv_mma import multiply_mma, take_mma_at_once
+from hmt.kernels.triton.gemm.gemv_mma import multiply_mma, take_mma_at_once, takes_mma
 from hmt.kernels.triton.gemm.gemv_w4_launch import multiply_one, takes_one_token
 from hmt.kernels.triton.gemm.gemv_w8 import takes_one_row
 from hmt.kernels.triton.gemm.int8_gemm import is_exact, many_tokens_int8, multiply_exact
@@ -66,7 +66,7 @@ Rounded = tuple[Tensor, Tensor] | BlockTokens
 
 def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
     """See `reference.linear`: x [tokens, in] -> [tokens, out] in x.dtype."""
-    if _is_plain(x, w) and not takes_numbers(x, w):
+    if _is_plain(x, w) and not (takes_mma(x, w) or takes_numbers(x, w)):
         if one_by_one(x, [w]):
             return torch.cat([reference.linear(row, w, bias) for row in x.split(1)])
         return reference.linear(x, w, bias)
@@ -124,6 +124,9 @@ def linear_add(total: Tensor, x: Tensor, w: WeightTensor, bias: Tensor | None = 
     if one_by_one(x, [w]):
         for own, row in zip(total.split(1), x.split(1), strict=True):
             linear_add(own, row, w, bias)
+        return
+    if takes_mma(x, w) and total.stride(1) == 1:
+        multiply_mma(total, x, [w], [bias], add=True)
         return
     if takes_numbers(x, w) and total.stride(1) == 1:
         multiply_numbers(total, x, w, bias, add=True)
@@ -206,7 +209,7 @@ def one_by_one(x: Tensor, weights: Sequence[WeightTensor]) -> bool:
 
 
 def _takes_several(x: Tensor, w: WeightTensor) -> bool:
-    if takes_numbers(x, w) or takes_blocks(x, w):
+    if takes_mma(x, w) or takes_numbers(x, w) or takes_blocks(x, w):
         return True
     row = x[:1]
     gemv = takes_one_token(row, [w]) or takes_one_token(row, [w], gated=True)

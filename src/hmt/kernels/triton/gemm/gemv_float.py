@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hmt.contracts.encoding import Activations, Encoding, WeightTensor
 from hmt.kernels.triton.device_math import interpreted, rounded
-from hmt.kernels.triton.gemm.gemv_mma import multiply_mma, takes_mma
 from hmt.kernels.triton.pdl import dependent, inputs_are_there, next_may_begin
 from hmt.kernels.triton.single_tokens import are_single
 
@@ -173,8 +172,6 @@ class Sizes:
 
 def takes_numbers(x: Tensor, w: WeightTensor) -> bool:
     """Whether `multiply_numbers` takes x [tokens, in] and w."""
-    if takes_mma(x, w):
-        return True
     most = _MOST_TOKENS if are_single() else 1
     if not 0 < len(x) <= most or x.dtype not in _FLOATS or x.stride(1) != 1:
         return False
@@ -216,8 +213,6 @@ def multiply_numbers(
     sizes: Sizes | None = None,
 ) -> None:
     """x [tokens, in] times w, to out [tokens, rows]; with `add`, rounded and added to `out`."""
-    if takes_mma(x, w):
-        return multiply_mma(out, x, [w], [bias], add=add)
     rows, columns = w.shape
     sizes = sizes or sizes_of(w)
     height, width = w.tile if w.encoding is Encoding.FP8_BLOCK else (0, 0)

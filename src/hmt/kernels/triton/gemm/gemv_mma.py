@@ -19,7 +19,6 @@ mma.sync's fragments: PTX ISA, "Matrix Fragments for mma.m16n8k16".
 # ruff: noqa: RUF005 - Triton's tuples are joined by `+`
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from math import gcd
 from operator import is_
@@ -40,6 +39,9 @@ _FLOATS = (torch.float16, torch.bfloat16)
 _VECTOR_BYTES = 16
 _VECTOR = 8  # numbers that a thread loads at once
 _ROWS = 8  # of a program
+# Of a program, and of 64 columns that a warp takes in a step.  The same for all weights and tokens,
+# since the sums of a token are in this order.
+_WARPS, _CHUNKS = 8, 4
 _TOKENS = 4  # of a product
 _MOST_TOKENS = 16
 # Of a batch, whose tokens need no bits of their own: with more a library takes less time.
@@ -235,16 +237,6 @@ def _half(words, HALF: tl.constexpr, BF16: tl.constexpr):
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of a launch: warps of a program, chunks of 64 columns of a warp's step."""
-
-    warps: int
-    chunks: int
-
-
-# The same for all weights and tokens: sums of a token are in this order.
-_SIZES = Sizes(8, 4)
 _Parts = tuple[Tensor, Tensor | None, int]
 _PARTS: WeightCache[tuple[tuple[WeightTensor | Tensor | None, ...], _Parts]] = WeightCache()
 
@@ -286,7 +278,6 @@ def multiply_mma(
     biases: Sequence[Tensor | None],
     *,
     add: bool = False,
-    sizes: Sizes = _SIZES,
 ) -> None:
     """x [tokens, in] times weights, side by side, to out [tokens, rows of all].
 
@@ -301,8 +292,8 @@ def multiply_mma(
     few_tokens_mma[(triton.cdiv(rows, _ROWS),)](
         out, x, data, bias, rows, columns, len(x), x.stride(0), out.stride(0),
         BF16=x.dtype is torch.bfloat16, PART_ROWS=part_rows,
-        WARPS=sizes.warps, CHUNKS=sizes.chunks, FOURS=triton.cdiv(len(x), _TOKENS), ADD=add,
-        num_warps=sizes.warps, **dependent(x.device),
+        WARPS=_WARPS, CHUNKS=_CHUNKS, FOURS=triton.cdiv(len(x), _TOKENS), ADD=add,
+        num_warps=_WARPS, **dependent(x.device),
     )  # fmt: skip
 
 
