@@ -90,9 +90,10 @@ class PaidOracle(Proposer):
         self._layer.keep(number, common)
         following = list(tokens[common:])
         for right in self._known[len(tokens) : len(tokens) + most]:
-            if self._layer.feed(number, following) is None or not worth(
-                name := f"mtp {min(len(chosen), _DEPTHS)}"
-            ):
+            name = f"mtp {min(len(chosen), _DEPTHS)}"
+            if chosen and not worth.may_be(name):  # as `_decoded` does
+                break
+            if self._layer.feed(number, following) is None or not worth(name):
                 break
             hit = self._random.random() < self._accepted
             following = [right if hit else (right + 1) % 100]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_oracle import OpenGate
+from draft_oracle import OpenGate, UpTo
 from eagle3_reference import Drafter, agreeing_drafter, random_drafter, write
 from reference import MINI_DENSE, MINI_MOE, transformers_model
 
@@ -220,6 +220,7 @@ class _Chooses:
 
     def __init__(self, *logits: float) -> None:
         self._logits = torch.tensor(logits)
+        self.asked = 0
 
     def tokens(self, number: int) -> list[int]:
         return []
@@ -228,6 +229,7 @@ class _Chooses:
         """It has none."""
 
     def feed(self, *_: object) -> Prediction:
+        self.asked += 1
         return Prediction(self._logits, ops.logit_stats(self._logits), torch.empty(0))
 
 
@@ -235,6 +237,14 @@ def test_alternatives_are_tokens_of_the_model_that_verifies_too() -> None:
     inputs = DraftInputs("eagle3", tokens=torch.tensor([40, 41, 42]))
     proposer = NextTokenProposer(_Chooses(0.0, 3.0, 2.0), 100, inputs)  # type: ignore[arg-type]
     proposer.observe(1, [5], 0, torch.zeros(1, 4))
-    draft = proposer.propose(1, "", [5, 6], 1, lambda name: True)
+    draft = proposer.propose(1, "", [5, 6], 1, UpTo())
     assert draft.tokens == (41,)
     assert [other.tokens for other in draft.alternatives] == [(42,)]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_no_step_computes_a_draft_token_that_would_not_be_verified(most: int) -> None:
+    model = _Chooses(0.0, 3.0, 2.0)
+    proposer = NextTokenProposer(model, 100, DraftInputs("mtp"))  # type: ignore[arg-type]
+    proposer.observe(1, [5], 0, torch.zeros(1, 4))
+    assert len(proposer.propose(1, "", [5, 6], 8, UpTo(most)).tokens) == model.asked == most

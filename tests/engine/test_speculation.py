@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-from draft_oracle import Oracle, always_guess
+from draft_oracle import Oracle, UpTo, always_guess
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import MINI_DENSE, MINI_MOE
@@ -189,7 +189,7 @@ def test_sequences_of_other_scopes_are_not_looked_at() -> None:
     lookup, text = PromptLookup(), list(range(100, 120))
 
     def guessed(number: int, scope: str, tokens: list[int]) -> tuple[int, ...]:
-        return lookup.propose(number, scope, tokens, 4, lambda name: True).tokens
+        return lookup.propose(number, scope, tokens, 4, UpTo()).tokens
 
     assert guessed(1, "a", text) == ()
     lookup.ended(1)
@@ -307,7 +307,7 @@ def test_a_branch_is_worth_it_where_the_draft_is_often_wrong() -> None:
 def test_lookup_offers_what_followed_elsewhere() -> None:
     same = [50, 51, 52]
     text = [*same, 60, 61, 9, *same, 70, 71, 10, 40, *same, 70, 72, 11, 40, *same]
-    draft = PromptLookup().propose(1, "", text, 2, lambda name: True)
+    draft = PromptLookup().propose(1, "", text, 2, UpTo())
     assert draft.tokens == (70, 72)
     assert [other.tokens for other in draft.alternatives] == [(60, 61)]
     assert draft.classes[0].startswith("lookup") and (

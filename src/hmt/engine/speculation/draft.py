@@ -1,13 +1,22 @@
 """What a proposer gives: tokens that may come next."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-# Whether a draft token of this class, behind those that were asked about, is worth verifying.
-Worth = Callable[[str], bool]
+
+class Worth(Protocol):
+    """Which draft tokens of a sequence are worth verifying, asked for one after the other."""
+
+    def __call__(self, name: str) -> bool:
+        """Whether a token of this class, behind those that were asked about, is worth it."""
+        ...
+
+    def may_be(self, name: str) -> bool:
+        """The same, where the token is not known yet: nothing is counted."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

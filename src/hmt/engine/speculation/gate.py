@@ -1,6 +1,6 @@
 """Whether draft tokens are worth verifying: what they may give against the time that they cost."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -107,6 +107,41 @@ class _Speed:
 
 
 @dataclass(slots=True)
+class _NextDraft:
+    """Implements Worth.
+
+    acceptance   finds what is known of a class
+    per_token    seconds that a token more takes
+    seconds      that the step takes with the draft tokens chosen until now
+    expected     tokens that it gives on average
+    likely       how likely the last draft token is right
+    """
+
+    acceptance: Callable[[str], Acceptance]
+    per_token: float
+    seconds: float
+    expected: float
+    likely: float = 1.0
+
+    def may_be(self, name: str) -> bool:
+        """See Worth."""
+        rate = self.acceptance(name).rate
+        return self.likely * rate * self.seconds > self.expected * self.per_token
+
+    def __call__(self, name: str) -> bool:
+        """See Worth."""
+        known = self.acceptance(name)
+        if not self.may_be(name):
+            if self.likely == 1:
+                known.drift()
+            return False
+        self.likely *= known.rate
+        self.expected += self.likely
+        self.seconds += self.per_token
+        return True
+
+
+@dataclass(slots=True)
 class SpeculationGate:
     """Chooses how many draft tokens a step verifies, by measured times and measured acceptance.
 
@@ -133,23 +168,8 @@ class SpeculationGate:
         sequences   that get a token in the step
         others      draft tokens that it verifies already, of other sequences
         """
-        per_token = self.times.per_token
         seconds = self.times.of(sequences + others)
-        expected, likely = float(sequences), 1.0
-
-        def is_worth(name: str) -> bool:
-            nonlocal seconds, expected, likely
-            known = self._class(name)
-            if likely * known.rate * seconds <= expected * per_token:
-                if likely == 1:
-                    known.drift()
-                return False
-            likely *= known.rate
-            expected += likely
-            seconds += per_token
-            return True
-
-        return is_worth
+        return _NextDraft(self._class, self.times.per_token, seconds, float(sequences))
 
     def worth_beside(
         self, alternative: Draft, before: Sequence[Draft], sequences: int, others: int

@@ -215,8 +215,9 @@ def _decoded(
     """
     chosen, classes = list[int](), list[str]()
     alternatives: tuple[Draft, ...] = ()
+    following = next(names)
     while found is not None and found.stats.finite and len(chosen) < most:
-        name = likeliest(found, next(names))
+        name = likeliest(found, following)
         token = _of_verifier(found.stats.best, tokens_of)
         if token >= vocab_size or not worth(name):
             break
@@ -224,9 +225,13 @@ def _decoded(
             alternatives = _second(found.logits, name, vocab_size, tokens_of)
         chosen.append(token)
         classes.append(name)
-        if len(chosen) < most:
-            hidden = found.hidden
-            found = model.feed(number, [token], hidden[None] if len(hidden) else None)
+        # A step of the model for a token that would not be verified costs an eighth of one that
+        # verifies (8B in bf16 on an H200).
+        following = next(names)
+        if len(chosen) == most or not worth.may_be(f"{following} {len(_BORDERS)}"):
+            break
+        hidden = found.hidden
+        found = model.feed(number, [token], hidden[None] if len(hidden) else None)
     return Draft(tuple(chosen), tuple(classes), alternatives)
 
 
