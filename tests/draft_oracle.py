@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hmt.engine import LoadedModel
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
-from hmt.engine.speculation.gate import SpeculationGate
+from hmt_bench.open_gate import OpenGate
 
 
 class Oracle:
@@ -43,25 +43,6 @@ class Oracle:
 
 def _draft(tokens: Sequence[int]) -> Draft:
     return Draft(tuple(tokens), ("oracle",) * len(tokens))
-
-
-class OpenGate(SpeculationGate):
-    """Lets all guesses pass."""
-
-    @property
-    def is_open(self) -> bool:
-        """Always."""
-        return True
-
-    def worth(self, sequences: int, others: int) -> Worth:
-        """All of them."""
-        return lambda name: True
-
-    def worth_beside(
-        self, alternative: Draft, before: Sequence[Draft], sequences: int, others: int
-    ) -> int:
-        """All of it."""
-        return len(alternative.tokens)
 
 
 def always_guess(model: LoadedModel, proposer: Proposer) -> None:

@@ -1,0 +1,27 @@
+"""A gate that lets all draft tokens pass: to check that none of them changes an answer."""
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from hmt.engine.speculation.draft import Draft, Worth
+from hmt.engine.speculation.gate import SpeculationGate
+
+
+class OpenGate(SpeculationGate):
+    """Lets all draft tokens pass, whatever they cost."""
+
+    @property
+    @override
+    def is_open(self) -> bool:
+        return True
+
+    @override
+    def worth(self, sequences: int, others: int) -> Worth:
+        return lambda name: True
+
+    @override
+    def worth_beside(
+        self, alternative: Draft, before: Sequence[Draft], sequences: int, others: int
+    ) -> int:
+        return len(alternative.tokens)
