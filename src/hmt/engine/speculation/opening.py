@@ -49,7 +49,7 @@ def open_speculator(
         proposer = FirstOf(proposer, own)
     most = prepared.demand.draft_tokens if has_state else MOST_DRAFTS
     costs = CostModel(workload_of(prepared.demand, prepared.plan), prepared.machine)
-    first_cost = max(FIRST_COST, costs.token_share(config.context / 2))
+    first_cost = max(FIRST_COST, costs.token_share(0))
     speculator = Speculator(
         proposer, scope, most, verifies, branches=branches, first_cost=first_cost
     )
