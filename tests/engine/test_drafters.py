@@ -1,10 +1,11 @@
-"""EAGLE-3 drafters through the engine: they draft what is defined, and change no answer."""
+"""EAGLE-3 and DFlash drafters through the engine: they draft what is defined, change no answer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dflash_reference as dflash
 import pytest
 import torch
 from draft_oracle import OpenGate
@@ -16,6 +17,7 @@ from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import BlockKind
 from hmt.engine import LoadedModel
 from hmt.engine.loading.prepare import DraftInputs
+from hmt.engine.speculation.block_proposer import BlockProposer
 from hmt.engine.speculation.draft import Draft, Worth
 from hmt.engine.speculation.draft_model import Prediction
 from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
@@ -32,6 +34,8 @@ WAYS: dict[str, dict[str, Any]] = {
 CASES = [
     ("original", "plain"), ("original", "levels"), ("speculators", "memory"),
     ("agreeing", "memory"), ("agreeing", "disk"),
+    ("dflash", "plain"), ("dflash", "levels"), ("dflash agreeing", "memory"),
+    ("dflash agreeing", "disk"),
 ]  # fmt: skip
 WIDTH, VOCAB, LAYERS = 256, 4096, (2, 4, 5)
 needs_kernels = pytest.mark.skipif(
@@ -42,7 +46,7 @@ needs_kernels = pytest.mark.skipif(
 class Recorded:
     """A Proposer that keeps what another one drafts, and for what."""
 
-    def __init__(self, own: NextTokenProposer) -> None:
+    def __init__(self, own: NextTokenProposer | BlockProposer) -> None:
         self.own, self.drafts = own, list[tuple[list[int], tuple[int, ...]]]()
         self.needs_hidden, self.is_slow, self.layers = True, True, own.layers
         self.observe, self.ended = own.observe, own.ended
@@ -61,7 +65,8 @@ def always_asked(model: LoadedModel) -> Recorded:
     speculator = model._core.speculator
     first = speculator._proposer
     assert isinstance(first, FirstOf)
-    [own] = (one for one in first._proposers if isinstance(one, NextTokenProposer))
+    kinds = NextTokenProposer | BlockProposer
+    [own] = (one for one in first._proposers if isinstance(one, kinds))
     recorded = Recorded(own)
     speculator._proposer, speculator._gate = recorded, OpenGate()
     return recorded
@@ -78,16 +83,22 @@ def requests() -> list[hmt.Request]:
 
 
 @pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Drafter, Path]]:
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
     """By name, and where they lie."""
     folder = tmp_path_factory.mktemp("drafters")
-    made = {
+    norm = transformers_model("mini-dense").model.norm.weight
+    made: dict[str, Any] = {
         "original": random_drafter(width=WIDTH, vocab=VOCAB, hidden=96, draft_vocab=300, seed=1),
         "speculators": random_drafter(
             width=WIDTH, vocab=VOCAB, original=False, family="qwen3", draft_vocab=200,
             own_table=False, said={"norm_before_residual": True}, seed=2,
         ),
-        "agreeing": agreeing_drafter(transformers_model("mini-dense").model.norm.weight, VOCAB),
+        "agreeing": agreeing_drafter(norm, VOCAB),
+        "dflash": dflash.random_drafter(
+            width=WIDTH, vocab=VOCAB, draft_vocab=300, seed=5, states=LAYERS,
+            types=["sliding_attention", "full_attention"],
+        ),
+        "dflash agreeing": dflash.agreeing_drafter(norm, VOCAB, mask=33),
     }  # fmt: skip
     architecture = "LlamaForCausalLM"
     return {name: (one, write(one, folder / name, architecture)) for name, one in made.items()}
@@ -122,7 +133,7 @@ def states() -> Iterator[Any]:
 def test_drafters_change_no_answer(
     name: str,
     way: str,
-    drafters: dict[str, tuple[Drafter, Path]],
+    drafters: dict[str, tuple[Any, Path]],
     answers: dict[str, list[hmt.Completion]],
     states: Any,
 ) -> None:
@@ -140,9 +151,11 @@ def test_drafters_change_no_answer(
         assert [stream.completion() for stream in streams] == answers[dtype]
         account = model.summary().speculation
     assert account.proposed > 40
-    if name == "agreeing":
+    if name.endswith("agreeing"):
         assert account.accepted > 4 and len(account.by_depth) == 3
-    elif dtype == "float32":
+    elif name == "dflash" and dtype == "float32":
+        _check_blocks(made, recorded, states)
+    elif name != "dflash" and dtype == "float32":
         _check_drafts(made, recorded, states)
 
 
@@ -159,10 +172,23 @@ def _check_drafts(made: Drafter, recorded: Recorded, states: Any) -> None:
                 before, ids = torch.cat((before, hidden[-1:])), [*ids, token]
 
 
+def _check_blocks(made: dflash.Drafter, recorded: Recorded, states: Any) -> None:
+    table = torch.arange(len(made.tensors["d2t"])) + made.tensors["d2t"]
+    model = transformers_model("mini-dense")
+    made = replace(made, theirs={"verifier.embed_tokens.weight": model.model.embed_tokens.weight})
+    for tokens, draft in recorded.drafts[::7]:
+        with torch.no_grad():
+            logits = made.forward(tokens[-1], states(tokens[:-1]))
+        assert list(draft) == table[logits[1:].argmax(1)].tolist()[: len(draft)]
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"speculators_model_type": "xpress"}, "a drafter of kind 'xpress'; HMT runs eagle3"),
+        (
+            {"speculators_model_type": "xpress"},
+            "a drafter of kind 'xpress'; HMT runs eagle3 and dflash",
+        ),
         ({"d2t": 5000}, "names tokens from .* the model that verifies has 4096"),
         ({"d2t": None}, "drafts 200 of 4096 tokens and has no tensor d2t"),
         ({"fc.weight": torch.zeros(256, 512)}, r"fc.weight"),

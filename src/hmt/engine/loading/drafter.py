@@ -1,9 +1,10 @@
-"""Loading's part for drafters that were trained for one model: EAGLE-3.
+"""Loading's part for drafters that were trained for one model: EAGLE-3 and DFlash.
 
 They compute from hidden states of the model that verifies, may have an output layer of fewer
 tokens, and use the verifier's embedding where they have none.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -19,16 +20,23 @@ from hmt.engine.loading.demand import dtype_for
 from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.loading.source import Source, open_source
 from hmt.models import (
+    DFLASH_ARCHITECTURES,
     EAGLE3_ARCHITECTURES,
     VERIFIER_HEAD,
     VERIFIER_TABLE,
+    open_dflash,
     open_eagle3,
     open_model,
 )
 from hmt.models.decoder import Decoder
+from hmt.models.dflash import DFlash
 from hmt.models.eagle3 import Eagle3
 from hmt.weights import named
 
+_KINDS: Final[dict[str, Callable[..., Eagle3 | DFlash]]] = {
+    "eagle3": open_eagle3,
+    "dflash": open_dflash,
+}
 _TOKENS: Final = "d2t"  # how far each of the drafter's tokens is from the verifier's
 _INTEGERS: Final = {"I64": torch.int64, "I32": torch.int32}
 
@@ -42,13 +50,16 @@ def drafter_kind(checkpoint: Checkpoint) -> str | None:
     if isinstance(kind, str):
         return kind
     names = checkpoint.config.get("architectures")
-    said = isinstance(names, list) and any(name in EAGLE3_ARCHITECTURES for name in names)
+    names = names if isinstance(names, list) else []
+    if any(name in DFLASH_ARCHITECTURES for name in names):
+        return "dflash"
+    said = any(name in EAGLE3_ARCHITECTURES for name in names)
     return "eagle3" if said or "midlayer.hidden_norm.weight" in checkpoint.records else None
 
 
 def open_drafter(
     kind: str, path: Path, source: Source, config: EngineConfig, *, on_gpu: bool
-) -> tuple[Source, Eagle3, DraftInputs]:
+) -> tuple[Source, Eagle3 | DFlash, DraftInputs]:
     """The drafter in `source` for the model in `path`, with what it finds of that one's tensors.
 
     It computes with the bytes of that model's embedding and output layer where it has none.
@@ -59,10 +70,10 @@ def open_drafter(
     `prepare`.
     """
     folder = source.path
-    if kind != "eagle3":
+    if kind not in _KINDS:
         raise ConfigError(
-            f"speculate=draft={folder} is a drafter of kind {kind!r:.60}; HMT runs eagle3, and "
-            "ordinary models with the same tokenizer"
+            f"speculate=draft={folder} is a drafter of kind {kind!r:.60}; HMT runs "
+            f"{' and '.join(_KINDS)}, and ordinary models with the same tokenizer"
         )
     verifier = open_source(path)
     dtype = dtype_for(config, verifier, on_gpu=on_gpu)
@@ -71,10 +82,11 @@ def open_drafter(
     _check_architecture(source, verifier)
     borrows = _missing(source.checkpoint) if isinstance(verifying, Decoder) else ()
     # In the verifier's dtype, since it may compute with that one's weights.
-    model = open_eagle3(source.config, folder, dtype, spec, borrows)
+    model = _KINDS[kind](source.config, folder, dtype, spec, borrows)
+    block = model.block if isinstance(model, DFlash) else None
     joined = replace(source, checkpoint=_with_verifier(source.checkpoint, verifier, spec))
     tokens = _verifier_tokens(source.checkpoint, model.spec.vocab_size, spec.vocab_size)
-    return joined, model, DraftInputs(kind, model.layers, tokens)
+    return joined, model, DraftInputs(kind, model.layers, tokens, block)
 
 
 def _check_architecture(source: Source, verifier: Source) -> None:

@@ -1,5 +1,6 @@
 """A loaded draft model as a proposer: with its own runner, and with what it borrows."""
 
+from hmt.base.errors import ConfigError
 from hmt.base.trace import Tracer
 from hmt.contracts.blocks import BlockKind
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm
@@ -7,6 +8,7 @@ from hmt.engine.loading.draft import has_head_on_device
 from hmt.engine.loading.memory import LoadedDraft, Memory
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.model_runner import ModelRunner
+from hmt.engine.speculation.block_proposer import BlockProposer
 from hmt.engine.speculation.draft import Proposer
 from hmt.engine.speculation.draft_model import DraftModel
 from hmt.engine.speculation.model_proposers import DraftModelProposer, NextTokenProposer
@@ -19,13 +21,21 @@ def open_draft_model(
     """A draft model of the one that was `prepared` and has `memory`, and notes on how it runs.
 
     branches   whether steps may verify alternatives
+
+    Raises ConfigError where steps cannot hold what it drafts at once.
     """
     _borrow(draft, prepared, memory)
     runner = ModelRunner(draft.prepared, draft.config, draft.memory, tracer)
     plan, allocator = draft.prepared.plan, draft.memory.kv.allocator
     there = draft.memory.on_device
     model = DraftModel(runner, allocator, plan.max_prefill_tokens, captured=there is not None)
-    if there is not None and is_slow_at_first(there.device.where):
+    block = None if draft.inputs is None else draft.inputs.block
+    if block is not None and block.tokens > plan.max_prefill_tokens:
+        raise ConfigError(
+            f"max_prefill_tokens={plan.max_prefill_tokens}, but {draft.prepared.source.path} "
+            f"drafts blocks of {block.tokens} tokens: raise it to that at least"
+        )
+    if there is not None and block is None and is_slow_at_first(there.device.where):
         prompts = prompts_to_warm(plan, allocator.capacity_tokens)
         model.warm_up(prompts, _widths(draft, prepared))
     notes = [f"draft model: {note}" for note in runner.notes]
@@ -34,7 +44,8 @@ def open_draft_model(
     vocab = prepared.model.spec.vocab_size
     if draft.inputs is None:
         return DraftModelProposer(model, vocab, branches=branches), tuple(notes)
-    return NextTokenProposer(model, vocab, draft.inputs, branches=branches), tuple(notes)
+    kind = NextTokenProposer if block is None else BlockProposer
+    return kind(model, vocab, draft.inputs, branches=branches), tuple(notes)
 
 
 def _borrow(draft: LoadedDraft, prepared: Prepared, memory: Memory) -> None:
