@@ -1,22 +1,26 @@
-"""EAGLE-3 and DFlash drafters through the engine: they draft what is defined, change no answer."""
+"""Drafters of several kinds through the engine: they draft what is defined, change no answer."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import dflash_reference as dflash
+import gemma4_assistant_reference as gemma4
 import pytest
 import torch
 from draft_oracle import OpenGate
 from eagle3_reference import Drafter, agreeing_drafter, random_drafter, write
 from reference import MINI_DENSE, MINI_MOE, transformers_model
+from safetensors.torch import save_file
 
 import hmt
 from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import BlockKind
 from hmt.engine import LoadedModel
 from hmt.engine.loading.prepare import DraftInputs
+from hmt.engine.speculation.assistant import AssistantProposer
 from hmt.engine.speculation.block_proposer import BlockProposer
 from hmt.engine.speculation.draft import Draft, Worth
 from hmt.engine.speculation.draft_model import Prediction
@@ -46,7 +50,7 @@ needs_kernels = pytest.mark.skipif(
 class Recorded:
     """A Proposer that keeps what another one drafts, and for what."""
 
-    def __init__(self, own: NextTokenProposer | BlockProposer) -> None:
+    def __init__(self, own: Any) -> None:
         self.own, self.drafts = own, list[tuple[list[int], tuple[int, ...]]]()
         self.needs_hidden, self.is_slow, self.layers = True, True, own.layers
         self.observe, self.ended = own.observe, own.ended
@@ -65,7 +69,7 @@ def always_asked(model: LoadedModel) -> Recorded:
     speculator = model._core.speculator
     first = speculator._proposer
     assert isinstance(first, FirstOf)
-    kinds = NextTokenProposer | BlockProposer
+    kinds = NextTokenProposer | BlockProposer | AssistantProposer
     [own] = (one for one in first._proposers if isinstance(one, kinds))
     recorded = Recorded(own)
     speculator._proposer, speculator._gate = recorded, OpenGate()
@@ -239,6 +243,66 @@ def test_prediction_layers_share_the_embedding_and_the_output_layer(
         always_asked(model)
         assert model.infer(request) == wanted
         assert model.summary().speculation.accepted > 3
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """A Gemma 4 and its assistant, as transformers has them, and where both lie."""
+    folder = tmp_path_factory.mktemp("gemma4")
+    model, made = gemma4.random_gemma4(VOCAB, 1), gemma4.random_assistant(VOCAB, 2, clusters=64)
+    gemma4.write(made, folder / "assistant")
+    shutil.copy(MINI_DENSE / "tokenizer.json", gemma4.write(model, folder / "model"))
+    return model, made, folder
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", ["plain", "disk"])
+def test_an_assistant_attends_to_the_cache_of_its_model(
+    way: str, gemma: tuple[Any, Any, Path]
+) -> None:
+    """Several requests at once, windows that are long full; drafts are those of transformers."""
+    theirs, made, folder = gemma
+    ways = {"plain": {"executor": "plain"}, "disk": {"host_memory": "16MiB", "context": 512}}
+    options = OPTIONS | {"dtype": "float32"} | ways[way]
+    with hmt.Engine(**options, speculate="off") as engine:
+        model = engine.load_model(folder / "model")
+        wanted = [model.infer(one) for one in requests()]
+    with hmt.Engine(**options, speculate=f"draft={folder / 'assistant'}") as engine:
+        model = engine.load_model(folder / "model")
+        recorded = always_asked(model)
+        streams = [model.stream(one) for one in requests()]
+        assert [stream.completion() for stream in streams] == wanted
+        account = model.summary().speculation
+    assert account.proposed > 40 and len(account.by_depth) == 3
+    for tokens, draft in recorded.drafts[::5]:
+        assert list(draft) == gemma4.draft(made, theirs, tokens, len(draft))[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": MINI_DENSE}, "an assistant of Gemma 4, and this model a LlamaForCausalLM"),
+        ({"gpu_id": "fake", "gpu_memory": "64MiB"}, "in host memory only"),
+        ({"kv_gpu_memory": "1MiB"}, "pages are at several levels"),
+        ({"order": torch.zeros(VOCAB, dtype=torch.int64)}, "does not name each of the 4096 tokens"),
+        ({"order": torch.zeros(9, dtype=torch.int64)}, r"is I64 \[9\]; it must be whole numbers"),
+    ],
+)
+def test_where_an_assistant_cannot_draft(
+    changed: dict[str, Any], said: str, gemma: tuple[Any, Any, Path], tmp_path: Path
+) -> None:
+    model, assistant = changed.pop("model", gemma[2] / "model"), gemma[2] / "assistant"
+    if (order := changed.pop("order", None)) is not None:
+        shutil.copy(assistant / "config.json", tmp_path)
+        tensors = gemma4.tensors(gemma[1]) | {"masked_embedding.token_ordering": order}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assistant = tmp_path
+    options = OPTIONS | {"speculate": f"draft={assistant}"} | changed
+    with (
+        hmt.Engine(**options) as engine,
+        pytest.raises((ConfigError, CheckpointError), match=said),
+    ):
+        engine.load_model(model)
 
 
 class _Chooses:

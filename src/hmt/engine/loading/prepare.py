@@ -68,12 +68,14 @@ class DraftInputs:
     tokens   int64 [vocab_size of the draft model]: what each of its tokens is of the other's; None:
              the same
     block    that it drafts at once; None: it drafts one token after the other
+    shares_kv   it attends to the KV cache of the model that verifies, and has none
     """
 
     kind: str
     layers: tuple[int, ...] = ()
     tokens: torch.Tensor | None = None
     block: DraftBlock | None = None
+    shares_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

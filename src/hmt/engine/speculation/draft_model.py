@@ -33,7 +33,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
 
 
-class _LastHidden(PromptOutputSource):
+class LastHidden(PromptOutputSource):
     """Keeps the hidden state of the last row."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class DraftModel:
         held = self._room(number, len(tokens))
         if held is None:
             return None
-        last, logits = _LastHidden(), torch.empty(0)
+        last, logits = LastHidden(), torch.empty(0)
         # Some tokens behind the prompt are computed as draft tokens are verified: captured.
         together = self._captured and bool(held.tokens) and len(tokens) <= MOST_DRAFTS
         together = together and self._runner.verifies(1)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from math import exp
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class DraftModelProposer(Proposer):
         self._model.keep(number, common)
         found = self._model.feed(number, tokens[common:])
         self._agreed[number] = common if found is None else len(tokens)
-        return _decoded(
+        return decoded(
             self._model, number, found, repeat("draft"), self._vocab_size, most, worth,
             branches=self._branches,
         )  # fmt: skip
@@ -144,7 +144,7 @@ class NextTokenProposer(Proposer):
             return Draft()
         found = self._feed(number, states, tokens)
         names = (f"{self._inputs.kind} {depth}" for depth in count())
-        return _decoded(
+        return decoded(
             self._model, number, found, names, self._vocab_size, most, worth, self._inputs.tokens,
             branches=self._branches,
         )  # fmt: skip
@@ -214,8 +214,18 @@ class FirstOf(Proposer):
             raise
 
 
-def _decoded(
-    model: DraftModel,
+class Feeds(Protocol):
+    """What computes one draft token after the other."""
+
+    def feed(
+        self, number: int, tokens: Sequence[int], inputs: Tensor | None = None
+    ) -> Prediction | None:
+        """What comes behind `tokens` of a request, and hidden states; see DraftModel."""
+        ...
+
+
+def decoded(
+    model: Feeds,
     number: int,
     found: Prediction | None,
     names: Iterator[str],

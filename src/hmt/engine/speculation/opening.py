@@ -26,11 +26,13 @@ def open_speculator(
     scope: Callable[[SequenceState], str],
     tracer: Tracer,
     verifies: Callable[[int], bool],
+    kv_of: Callable[[int], int],
 ) -> Speculator:
     """What drafts for a model, if anything does.
 
     scope      who may learn from whose tokens
     verifies   whether steps of so many sequences take draft tokens
+    kv_of      the handle in the KV cache that a running request's sequence has
     """
     if not _can_verify(prepared, config):
         return Speculator(None, scope)
@@ -43,7 +45,9 @@ def open_speculator(
     proposer: Proposer = PromptLookup()
     notes: tuple[str, ...] = ()
     if memory.draft is not None:
-        own, notes = open_draft_model(memory.draft, prepared, memory, tracer, branches=branches)
+        own, notes = open_draft_model(
+            memory.draft, prepared, memory, tracer, kv_of, branches=branches
+        )
         if memory.on_device is not None and not verifies(1):
             notes += ("nothing is drafted: a GPU verifies draft tokens in captured steps only",)
         proposer = FirstOf(proposer, own)
