@@ -94,7 +94,6 @@ class DFlash(Drafter):
         usual = [base.fusable_layer(index) for index in range(base.spec.layers)]
         self._ffn = [one.second for one in usual if one and isinstance(one.second, ResidualFFN)]
         self._attention = [one.mixer for one in usual if one and isinstance(one.mixer, Attention)]
-        assert len(self._ffn) == len(self._attention) == len(usual)
         self._norm: RMSNorm = base.final_norm_layer
         self.layers, self.block, self._windows = layers, block, windows
         joined = len(layers) * base.spec.hidden_size

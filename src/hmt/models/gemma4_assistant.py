@@ -97,7 +97,8 @@ class Gemma4Assistant(Drafter):
         """The step with runs that see what is before them, and not themselves."""
         if self._step is None or self._step[0] is not step:
             runs = tuple(replace(run, start=run.start - 1) for run in step.segments)
-            assert all(run.length == 1 and run.start >= 0 for run in runs)
+            if any(run.length != 1 or run.start < 0 for run in runs):
+                raise AssertionError("one token of each sequence, behind others")
             self._step = step, replace(step, segments=runs)
         return self._step[1]
 
