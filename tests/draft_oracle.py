@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hmt.engine import LoadedModel
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
-from hmt.engine.speculation.gate import SpeculationGate
+from hmt_bench.open_gate import OpenGate
 
 
 class Oracle:
@@ -43,41 +43,6 @@ class Oracle:
 
 def _draft(tokens: Sequence[int]) -> Draft:
     return Draft(tuple(tokens), ("oracle",) * len(tokens))
-
-
-class UpTo:
-    """A Worth: so many draft tokens, whatever their classes."""
-
-    def __init__(self, most: int = 1 << 30) -> None:
-        self._left = most
-
-    def __call__(self, name: str) -> bool:
-        """See Worth."""
-        self._left -= 1
-        return self._left >= 0
-
-    def may_be(self, name: str) -> bool:
-        """See Worth."""
-        return self._left > 0
-
-
-class OpenGate(SpeculationGate):
-    """Lets all guesses pass."""
-
-    @property
-    def is_open(self) -> bool:
-        """Always."""
-        return True
-
-    def worth(self, sequences: int, others: int) -> Worth:
-        """All of them."""
-        return UpTo()
-
-    def worth_beside(
-        self, alternative: Draft, before: Sequence[Draft], sequences: int, others: int
-    ) -> int:
-        """All of it."""
-        return len(alternative.tokens)
 
 
 def always_guess(model: LoadedModel, proposer: Proposer) -> None:

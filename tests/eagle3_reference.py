@@ -188,18 +188,19 @@ def random_drafter(
     return Drafter(config, sizes, tensors, theirs)
 
 
-def agreeing_drafter(norm: Tensor, vocab: int) -> Drafter:
+def agreeing_drafter(norm: Tensor, vocab: int, layers: int = 8) -> Drafter:
     """A drafter that says the last token again: right where a text repeats one token.
 
     It takes the verifier's last hidden state as it is and adds nothing to it, so that its output
     layer, the verifier's, gives the verifier's logits for the token that is known by now.
 
-    norm   [width] of the verifier in front of its output layer
+    norm     [width] of the verifier in front of its output layer
+    layers   of the verifier
     """
     width = len(norm)
     made = random_drafter(
         width=width, vocab=vocab, own_table=False, original=False, states=2,
-        said={"eagle_aux_hidden_state_layer_ids": [8, 0]},
+        said={"eagle_aux_hidden_state_layer_ids": [layers, 0]},
     )  # fmt: skip
     for name in ("layers.0.self_attn.o_proj.weight", "layers.0.mlp.down_proj.weight"):
         made.tensors[name].zero_()

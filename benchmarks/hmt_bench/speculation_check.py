@@ -1,7 +1,8 @@
 """Greedy tokens with and without draft tokens: equal, or an error.
 
 Each prompt is answered in each way, with each budget, in batches of each size, and compared with
-what the model answers with the first budget without draft tokens.
+what the model answers with the first budget without draft tokens.  The gate may be left out: then
+all is verified that is drafted, which is mostly wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from hmt.base.errors import HMTError
 from hmt.bench.environment import describe
 from hmt.contracts.request import Request
 from hmt.engine import Engine, LoadedModel
+from hmt_bench.open_gate import OpenGate
 from hmt_bench.speculation import PROMPTS, prompt_ids
 
 
@@ -23,11 +25,13 @@ def check(
     batches: Sequence[int],
     *,
     tokens: int = 5000,
+    every: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Compare about `tokens` tokens in each case; a benchmark file's content.
 
-    ways   values of `speculate`
+    ways    values of `speculate`
+    every   whether to verify all draft tokens, not only those that the gate finds worth it
 
     Raises HMTError where a token differs.
     """
@@ -41,6 +45,8 @@ def check(
         with Engine(**options, host_memory=budget, speculate=way) as engine:
             loaded = engine.load_model(model)
             machine = loaded.prepared.machine
+            if every:
+                loaded._core.speculator._gate = OpenGate()
             for batch in batches[-1:] if way == "off" else batches:
                 progress(f"{way} with {budget}, {batch} at a time")
                 loaded.reset_summary()
@@ -62,6 +68,7 @@ def check(
         "benchmark": "speculation-check",
         "machine": describe(machine),
         "model": model.name,
+        "every": every,
         "results": results,
     }
 

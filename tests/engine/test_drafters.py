@@ -1,26 +1,32 @@
-"""EAGLE-3 drafters through the engine: they draft what is defined, and change no answer."""
+"""Drafters of several kinds through the engine: they draft what is defined, change no answer."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dflash_reference as dflash
+import gemma4_assistant_reference as gemma4
 import pytest
 import torch
-from draft_oracle import OpenGate, UpTo
 from eagle3_reference import Drafter, agreeing_drafter, random_drafter, write
 from reference import MINI_DENSE, MINI_MOE, transformers_model
+from safetensors.torch import save_file
 
 import hmt
 from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import BlockKind
 from hmt.engine import LoadedModel
 from hmt.engine.loading.prepare import DraftInputs
+from hmt.engine.speculation.assistant import AssistantProposer
+from hmt.engine.speculation.block_proposer import BlockProposer
 from hmt.engine.speculation.draft import Draft, Worth
 from hmt.engine.speculation.draft_model import Prediction
 from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
 from hmt.kernels import ops
 from hmt.kernels.cpu import extension
+from hmt_bench.open_gate import UpTo
 
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "max_prefill_tokens": 64, "context": 1024}
 WAYS: dict[str, dict[str, Any]] = {
@@ -32,6 +38,8 @@ WAYS: dict[str, dict[str, Any]] = {
 CASES = [
     ("original", "plain"), ("original", "levels"), ("speculators", "memory"),
     ("agreeing", "memory"), ("agreeing", "disk"),
+    ("dflash", "plain"), ("dflash", "levels"), ("dflash agreeing", "memory"),
+    ("dflash agreeing", "disk"),
 ]  # fmt: skip
 WIDTH, VOCAB, LAYERS = 256, 4096, (2, 4, 5)
 needs_kernels = pytest.mark.skipif(
@@ -42,7 +50,7 @@ needs_kernels = pytest.mark.skipif(
 class Recorded:
     """A Proposer that keeps what another one drafts, and for what."""
 
-    def __init__(self, own: NextTokenProposer) -> None:
+    def __init__(self, own: Any) -> None:
         self.own, self.drafts = own, list[tuple[list[int], tuple[int, ...]]]()
         self.needs_hidden, self.is_slow, self.layers = True, True, own.layers
         self.observe, self.ended = own.observe, own.ended
@@ -61,7 +69,8 @@ def always_asked(model: LoadedModel) -> Recorded:
     speculator = model._core.speculator
     first = speculator._proposer
     assert isinstance(first, FirstOf)
-    [own] = (one for one in first._proposers if isinstance(one, NextTokenProposer))
+    kinds = NextTokenProposer | BlockProposer | AssistantProposer
+    [own] = (one for one in first._proposers if isinstance(one, kinds))
     recorded = Recorded(own)
     speculator._proposer, speculator._gate = recorded, OpenGate()
     return recorded
@@ -78,16 +87,22 @@ def requests() -> list[hmt.Request]:
 
 
 @pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Drafter, Path]]:
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
     """By name, and where they lie."""
     folder = tmp_path_factory.mktemp("drafters")
-    made = {
+    norm = transformers_model("mini-dense").model.norm.weight
+    made: dict[str, Any] = {
         "original": random_drafter(width=WIDTH, vocab=VOCAB, hidden=96, draft_vocab=300, seed=1),
         "speculators": random_drafter(
             width=WIDTH, vocab=VOCAB, original=False, family="qwen3", draft_vocab=200,
             own_table=False, said={"norm_before_residual": True}, seed=2,
         ),
-        "agreeing": agreeing_drafter(transformers_model("mini-dense").model.norm.weight, VOCAB),
+        "agreeing": agreeing_drafter(norm, VOCAB),
+        "dflash": dflash.random_drafter(
+            width=WIDTH, vocab=VOCAB, draft_vocab=300, seed=5, states=LAYERS,
+            types=["sliding_attention", "full_attention"],
+        ),
+        "dflash agreeing": dflash.agreeing_drafter(norm, VOCAB, mask=33),
     }  # fmt: skip
     architecture = "LlamaForCausalLM"
     return {name: (one, write(one, folder / name, architecture)) for name, one in made.items()}
@@ -122,7 +137,7 @@ def states() -> Iterator[Any]:
 def test_drafters_change_no_answer(
     name: str,
     way: str,
-    drafters: dict[str, tuple[Drafter, Path]],
+    drafters: dict[str, tuple[Any, Path]],
     answers: dict[str, list[hmt.Completion]],
     states: Any,
 ) -> None:
@@ -140,9 +155,11 @@ def test_drafters_change_no_answer(
         assert [stream.completion() for stream in streams] == answers[dtype]
         account = model.summary().speculation
     assert account.proposed > 40
-    if name == "agreeing":
+    if name.endswith("agreeing"):
         assert account.accepted > 4 and len(account.by_depth) == 3
-    elif dtype == "float32":
+    elif name == "dflash" and dtype == "float32":
+        _check_blocks(made, recorded, states)
+    elif name != "dflash" and dtype == "float32":
         _check_drafts(made, recorded, states)
 
 
@@ -159,10 +176,23 @@ def _check_drafts(made: Drafter, recorded: Recorded, states: Any) -> None:
                 before, ids = torch.cat((before, hidden[-1:])), [*ids, token]
 
 
+def _check_blocks(made: dflash.Drafter, recorded: Recorded, states: Any) -> None:
+    table = torch.arange(len(made.tensors["d2t"])) + made.tensors["d2t"]
+    model = transformers_model("mini-dense")
+    made = replace(made, theirs={"verifier.embed_tokens.weight": model.model.embed_tokens.weight})
+    for tokens, draft in recorded.drafts[::7]:
+        with torch.no_grad():
+            logits = made.forward(tokens[-1], states(tokens[:-1]))
+        assert list(draft) == table[logits[1:].argmax(1)].tolist()[: len(draft)]
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"speculators_model_type": "xpress"}, "a drafter of kind 'xpress'; HMT runs eagle3"),
+        (
+            {"speculators_model_type": "xpress"},
+            "a drafter of kind 'xpress'; HMT runs eagle3 and dflash",
+        ),
         ({"d2t": 5000}, "names tokens from .* the model that verifies has 4096"),
         ({"d2t": None}, "drafts 200 of 4096 tokens and has no tensor d2t"),
         ({"fc.weight": torch.zeros(256, 512)}, r"fc.weight"),
@@ -213,6 +243,66 @@ def test_prediction_layers_share_the_embedding_and_the_output_layer(
         always_asked(model)
         assert model.infer(request) == wanted
         assert model.summary().speculation.accepted > 3
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """A Gemma 4 and its assistant, as transformers has them, and where both lie."""
+    folder = tmp_path_factory.mktemp("gemma4")
+    model, made = gemma4.random_gemma4(VOCAB, 1), gemma4.random_assistant(VOCAB, 2, clusters=64)
+    gemma4.write(made, folder / "assistant")
+    shutil.copy(MINI_DENSE / "tokenizer.json", gemma4.write(model, folder / "model"))
+    return model, made, folder
+
+
+@needs_kernels
+@pytest.mark.parametrize("way", ["plain", "disk"])
+def test_an_assistant_attends_to_the_cache_of_its_model(
+    way: str, gemma: tuple[Any, Any, Path]
+) -> None:
+    """Several requests at once, windows that are long full; drafts are those of transformers."""
+    theirs, made, folder = gemma
+    ways = {"plain": {"executor": "plain"}, "disk": {"host_memory": "16MiB", "context": 512}}
+    options = OPTIONS | {"dtype": "float32"} | ways[way]
+    with hmt.Engine(**options, speculate="off") as engine:
+        model = engine.load_model(folder / "model")
+        wanted = [model.infer(one) for one in requests()]
+    with hmt.Engine(**options, speculate=f"draft={folder / 'assistant'}") as engine:
+        model = engine.load_model(folder / "model")
+        recorded = always_asked(model)
+        streams = [model.stream(one) for one in requests()]
+        assert [stream.completion() for stream in streams] == wanted
+        account = model.summary().speculation
+    assert account.proposed > 40 and len(account.by_depth) == 3
+    for tokens, draft in recorded.drafts[::5]:
+        assert list(draft) == gemma4.draft(made, theirs, tokens, len(draft))[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"model": MINI_DENSE}, "an assistant of Gemma 4, and this model a LlamaForCausalLM"),
+        ({"gpu_id": "fake", "gpu_memory": "64MiB"}, "in host memory only"),
+        ({"kv_gpu_memory": "1MiB"}, "pages are at several levels"),
+        ({"order": torch.zeros(VOCAB, dtype=torch.int64)}, "does not name each of the 4096 tokens"),
+        ({"order": torch.zeros(9, dtype=torch.int64)}, r"is I64 \[9\]; it must be whole numbers"),
+    ],
+)
+def test_where_an_assistant_cannot_draft(
+    changed: dict[str, Any], said: str, gemma: tuple[Any, Any, Path], tmp_path: Path
+) -> None:
+    model, assistant = changed.pop("model", gemma[2] / "model"), gemma[2] / "assistant"
+    if (order := changed.pop("order", None)) is not None:
+        shutil.copy(assistant / "config.json", tmp_path)
+        tensors = gemma4.tensors(gemma[1]) | {"masked_embedding.token_ordering": order}
+        save_file(tensors, tmp_path / "model.safetensors")
+        assistant = tmp_path
+    options = OPTIONS | {"speculate": f"draft={assistant}"} | changed
+    with (
+        hmt.Engine(**options) as engine,
+        pytest.raises((ConfigError, CheckpointError), match=said),
+    ):
+        engine.load_model(model)
 
 
 class _Chooses:

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
-from draft_oracle import Oracle, UpTo, always_guess
+from draft_oracle import Oracle, always_guess
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import MINI_DENSE, MINI_MOE
@@ -21,6 +21,7 @@ from hmt.engine.speculation.draft import Draft
 from hmt.engine.speculation.gate import SpeculationGate, StepTimes
 from hmt.engine.speculation.prompt_lookup import LEAST_MATCH, PromptLookup, TokenIndex
 from hmt.kernels.cpu import extension
+from hmt_bench.open_gate import UpTo
 
 pytestmark = pytest.mark.each_once
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import dflash_reference as dflash
 import pytest
 from draft_oracle import OpenGate, Oracle, always_guess
 from eagle3_reference import agreeing_drafter, write
@@ -16,6 +17,7 @@ import hmt
 from hmt.contracts.plan import Tier
 from hmt.engine import LoadedModel
 from hmt.engine.execution.graphs.runner import GraphRunner
+from hmt.engine.speculation.block_proposer import BlockProposer
 from hmt.engine.speculation.model_proposers import (
     DraftModelProposer,
     FirstOf,
@@ -184,14 +186,18 @@ def always_asked(model: LoadedModel) -> GraphRunner | None:
     speculator = model._core.speculator
     first = speculator._proposer
     assert isinstance(first, FirstOf), model.summary().notes
-    [own] = (p for p in first._all if isinstance(p, DraftModelProposer | NextTokenProposer))
+    kinds = DraftModelProposer | NextTokenProposer | BlockProposer
+    [own] = (p for p in first._all if isinstance(p, kinds))
     speculator._proposer, speculator._gate, speculator._most = own, OpenGate(), 3
     graphs = own._model._runner.executor.graphs
     return graphs if isinstance(graphs, GraphRunner) else None
 
 
-def drafted(model: LoadedModel, *, at_once: bool = True) -> GraphRunner | None:
-    """As `alike`, with what the model's own draft model drafts; its captures."""
+def drafted(model: LoadedModel, *, at_once: bool = True, least: int = 5) -> GraphRunner | None:
+    """As `alike`, with what the model's own draft model drafts; its captures.
+
+    least   draft tokens that are right
+    """
     speculator = model._core.speculator
     own, speculator._proposer = speculator._proposer, None
     wanted = [model.infer(one).token_ids for one in asked()]
@@ -203,7 +209,7 @@ def drafted(model: LoadedModel, *, at_once: bool = True) -> GraphRunner | None:
     model.reset_summary()
     assert [model.infer(one).token_ids for one in asked()] == wanted
     account = model.summary().speculation
-    assert account.accepted > 4 and not account.failures
+    assert account.accepted >= least and not account.failures
     assert captured(model).works
     shown = {key.shown is not None for one in captured(model).graphs.values() for key in one}
     assert True in shown or not speculator._proposer.needs_hidden
@@ -256,6 +262,28 @@ def test_a_draft_model_where_networks_are_in_host_memory(
         notes = [note for note in model.summary().notes if "model computes on the CPU" in note]
         graphs = drafted(model, at_once=gpu == "fake")
         assert (graphs is None) == bool(notes) == (mebibytes == 12)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_drafter_of_blocks_on_the_device(gpu: str, tmp_path: Path) -> None:
+    """Its steps are not captured; it drafts as on the CPU."""
+    made = dflash.agreeing_drafter(transformers_model("mini-dense").model.norm.weight, 4096, 33)
+    ways = {"speculate": f"draft={dflash.write(made, tmp_path, 'LlamaForCausalLM')}"}
+    memory = {"fake": "128MiB", "0": "2GiB"}[gpu]
+    with hmt.Engine(**OPTIONS, **ways, gpu_memory=memory, gpu_id=gpu) as engine:
+        model = engine.load_model(MINI_DENSE)
+        draft = model._core.memory.draft
+        assert draft is not None and draft.memory.on_device is not None, model.summary().notes
+        assert drafted(model, at_once=gpu == "fake", least=4) is None
+        right = model.summary().speculation.by_depth
+    if gpu == "fake":
+        with hmt.Engine(**OPTIONS, **ways) as engine:
+            model = engine.load_model(MINI_DENSE)
+            model._core.speculator._branches = False
+            always_asked(model)
+            for one in asked():
+                model.infer(one)
+            assert model.summary().speculation.by_depth == right
 
 
 def test_what_the_cpu_has_a_part_in() -> None:

@@ -181,6 +181,12 @@ class PlainKV:
     def kernel_place(self, layer: int, step: Step) -> None:
         return None
 
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Let a sequence hold its first tokens only."""
+        for rows in (self.keys, self.values):
+            for place in rows:
+                rows[place] = rows[place][:tokens] if place[1] == sequence else rows[place]
+
     def read(self, layer: int, run: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         key = self.keys[layer, run.sequence]
         assert len(key) >= run.context

@@ -18,6 +18,9 @@ def speculation_check(
     host_memory: Annotated[str, typer.Option(help="Budgets, the largest first.")] = "2GiB",
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,5",
     tokens: Annotated[int, typer.Option(min=5, help="In each case.")] = 5000,
+    every: Annotated[
+        bool, typer.Option("--every", help="Verify all draft tokens, whatever they cost.")
+    ] = False,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Greedy tokens with and without speculation, which must be equal."""
@@ -28,7 +31,7 @@ def speculation_check(
     with notes().status("starting") as status:
         content = check(
             choose_model(model), ways.split(","), host_memory.split(","), sizes, tokens=tokens,
-            progress=status.update,
+            every=every, progress=status.update,
         )  # fmt: skip
     table = Table(title=content["model"], title_justify="left", box=None)
     for number, name in enumerate(("", "", "batch", "equal tokens", "steps", "accepted")):

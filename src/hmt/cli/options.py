@@ -148,7 +148,7 @@ class EngineOptions:
             help="auto drafts next tokens by what was said before and verifies several in one "
             "step, where that is faster and changes no answer, as lookup does; mtp also by the "
             "checkpoint's multi-token prediction layers, draft=PATH by a smaller model or an "
-            "EAGLE-3 drafter; off does not."
+            "EAGLE-3 or DFlash drafter or Gemma 4's assistant; off does not."
         ),
     ] = None
     depth: Annotated[

@@ -69,8 +69,8 @@ class EngineConfig:
     speculate             "lookup" drafts next tokens by what the text said before, and verifies
                           several in a step, where that changes no answer and takes less time; "mtp"
                           also by the checkpoint's multi-token prediction layers, "draft=PATH" by a
-                          smaller model of the same tokenizer, or by an EAGLE-3 drafter; "off" does
-                          not; "auto" does what needs no memory: lookup
+                          smaller model of the same tokenizer, or by a drafter that was trained for
+                          it; "off" does not; "auto" does what needs no memory: lookup
     depth                 of a mixture of recursions, layers that tokens pass through on average, as
                           a share of all: 1, or a depth that the checkpoint has thresholds for
     draft_tokens          draft tokens that a step may end with for each sequence of a model with

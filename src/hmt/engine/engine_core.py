@@ -59,7 +59,7 @@ class EngineCore:
 
         self.runner = ModelRunner(prepared, config, memory, tracer)
         self.speculator = open_speculator(
-            prepared, config, memory, scope, tracer, self.runner.verifies
+            prepared, config, memory, scope, tracer, self.runner.verifies, self._kv_of
         )
         self.scheduler = Scheduler(
             memory.kv.allocator,
@@ -233,6 +233,12 @@ class EngineCore:
         if accepted < len(verified[kept]):
             self.scheduler.take_back(state)
         self.speculator.verified(state, verified, kept, accepted)
+
+    def _kv_of(self, number: int) -> int:
+        """The handle of a running request's sequence in the KV cache."""
+        handle = self._processors[number].state.kv
+        assert handle is not None, "it has a step to come"
+        return handle
 
     def _goes_on(self, processor: OutputProcessor) -> bool:
         """Whether a request may choose another token now."""

@@ -1,6 +1,6 @@
 """Gemma 4, the text models: E2B and E4B, with embeddings of each layer; larger ones; experts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -39,11 +39,14 @@ class Gemma4(Decoder):
     them of their kind.
     """
 
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: Config, dtype: torch.dtype, lent: Mapping[str, int] | None = None
+    ) -> None:
+        """`lent`: by kind, layers of another model to whose keys and values all layers attend."""
         require(config, "use_bidirectional_attention", None, "vision", False)
         self.norm = norm(config)
         kinds = layer_kinds(config, _FULL, _SLIDING)
-        self.attention = _attention(config, self.norm, kinds)
+        self.attention = _attention(config, self.norm, kinds, lent)
         shares = [layer.source is not None for layer in self.attention]
         self.ffn = [
             ResidualFFN(_network(config, wide=sharing), self.norm, post_norm=True)
@@ -78,7 +81,7 @@ class Gemma4(Decoder):
             kv_sources={
                 index: layer.source
                 for index, layer in enumerate(self.attention)
-                if layer.source is not None
+                if layer.source is not None and lent is None
             },
         )
         # Embeddings of the last step's tokens, and their rows of all layers.
@@ -182,15 +185,17 @@ class Gemma4(Decoder):
         return hidden * params["scalar"].data.to(hidden.dtype)
 
 
-def _attention(config: Config, hidden_norm: RMSNorm, kinds: list[str]) -> list[SharingAttention]:
+def _attention(
+    config: Config, hidden_norm: RMSNorm, kinds: list[str], lent: Mapping[str, int] | None
+) -> list[SharingAttention]:
     """That of all layers."""
-    first = len(kinds) - config.num_kv_shared_layers
-    if not 0 < first <= len(kinds) or not set(kinds[first:]) <= set(kinds[:first]):
+    first = 0 if lent is not None else len(kinds) - config.num_kv_shared_layers
+    last = {kind: index for index, kind in enumerate(kinds[:first])} if lent is None else lent
+    if not 0 <= first <= len(kinds) or not set(kinds[first:]) <= set(last):
         raise CheckpointError(
             f"num_kv_shared_layers is {config.num_kv_shared_layers} of {len(kinds)} layers; each "
             "must have one of its kind before all of them, whose keys and values it uses"
         )
-    last = {kind: index for index, kind in enumerate(kinds[:first])}
     turned_by = {kind: rotary(config, kind) for kind in sorted(last)}
     layers = []
     for index, kind in enumerate(kinds):

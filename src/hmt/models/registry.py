@@ -1,6 +1,7 @@
 """Which architectures run, and opening one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
     Raises UnknownArchitectureError for a family that HMT does not have, and CheckpointError for a
     configuration that is wrong or asks for something that its family does not compute here.
     """
-    try:
+    with errors_of(path):
         text = text_part(config)
         if text is not None:
             model = open_model(text, path, dtype)
@@ -158,6 +159,16 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
             return _open_other(config, name, dtype)
         model_type, family = _FAMILIES[name]
         return _checked(family(read_config(config, model_type), dtype))
+
+
+@contextmanager
+def errors_of(path: Path) -> Iterator[None]:
+    """Let errors of making a model of a config.json name the file, as CheckpointError.
+
+    Fields that no published file has may be of any type.
+    """
+    try:
+        yield
     except CheckpointError as error:
         raise type(error)(f"{path}/config.json: {error}") from error
     except _WRONG as error:

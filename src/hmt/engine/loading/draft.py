@@ -69,6 +69,7 @@ def prepare_both(
         return verifying(None), None
     remark = ""
     if device is not None and device_bytes:
+        _check_kv(config, opened)
         share = device_bytes // _SHARE
         there = _placed(opened, own, host_bytes, device, share)
         if there is None:
@@ -132,6 +133,15 @@ def _check_verifies(path: Path, config: EngineConfig) -> None:
         raise ConfigError(
             f"speculate={config.speculate}, but layers of {spec.architecture} have {what}, and "
             "steps of these verify no draft tokens on a GPU: leave it out, or run without a GPU"
+        )
+
+
+def _check_kv(config: EngineConfig, opened: _Opened) -> None:
+    """Raise ConfigError for a draft model that cannot compute beside a KV cache on a GPU."""
+    if opened.inputs is not None and opened.inputs.shares_kv:
+        raise ConfigError(
+            f"speculate={config.speculate} attends to the KV cache of the model that verifies, "
+            "which HMT lets it do in host memory only: leave it out, or run without a GPU"
         )
 
 

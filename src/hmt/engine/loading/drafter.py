@@ -1,9 +1,10 @@
-"""Loading's part for drafters that were trained for one model: EAGLE-3.
+"""Loading's part for drafters that were trained for one model: EAGLE-3 and others.
 
 They compute from hidden states of the model that verifies, may have an output layer of fewer
 tokens, and use the verifier's embedding where they have none.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -19,16 +20,28 @@ from hmt.engine.loading.demand import dtype_for
 from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.loading.source import Source, open_source
 from hmt.models import (
+    ASSISTANTS,
+    DFLASH_ARCHITECTURES,
     EAGLE3_ARCHITECTURES,
+    TOKEN_ORDER,
     VERIFIER_HEAD,
     VERIFIER_TABLE,
+    open_dflash,
     open_eagle3,
+    open_gemma4_assistant,
     open_model,
 )
 from hmt.models.decoder import Decoder
+from hmt.models.dflash import DFlash
 from hmt.models.eagle3 import Eagle3
+from hmt.models.gemma4_assistant import Gemma4Assistant
 from hmt.weights import named
 
+_KINDS: Final[dict[str, Callable[..., Eagle3 | DFlash | Gemma4Assistant]]] = {
+    "eagle3": open_eagle3,
+    "dflash": open_dflash,
+    "assistant": open_gemma4_assistant,
+}
 _TOKENS: Final = "d2t"  # how far each of the drafter's tokens is from the verifier's
 _INTEGERS: Final = {"I64": torch.int64, "I32": torch.int32}
 
@@ -41,14 +54,19 @@ def drafter_kind(checkpoint: Checkpoint) -> str | None:
     kind = checkpoint.config.get("speculators_model_type")
     if isinstance(kind, str):
         return kind
+    if checkpoint.config.get("model_type") in ASSISTANTS:
+        return "assistant"
     names = checkpoint.config.get("architectures")
-    said = isinstance(names, list) and any(name in EAGLE3_ARCHITECTURES for name in names)
+    names = names if isinstance(names, list) else []
+    if any(name in DFLASH_ARCHITECTURES for name in names):
+        return "dflash"
+    said = any(name in EAGLE3_ARCHITECTURES for name in names)
     return "eagle3" if said or "midlayer.hidden_norm.weight" in checkpoint.records else None
 
 
 def open_drafter(
     kind: str, path: Path, source: Source, config: EngineConfig, *, on_gpu: bool
-) -> tuple[Source, Eagle3, DraftInputs]:
+) -> tuple[Source, Eagle3 | DFlash | Gemma4Assistant, DraftInputs]:
     """The drafter in `source` for the model in `path`, with what it finds of that one's tensors.
 
     It computes with the bytes of that model's embedding and output layer where it has none.
@@ -59,22 +77,54 @@ def open_drafter(
     `prepare`.
     """
     folder = source.path
-    if kind != "eagle3":
+    if kind not in _KINDS:
         raise ConfigError(
-            f"speculate=draft={folder} is a drafter of kind {kind!r:.60}; HMT runs eagle3, and "
-            "ordinary models with the same tokenizer"
+            f"speculate=draft={folder} is a drafter of kind {kind!r:.60}; HMT runs "
+            f"{' and '.join(_KINDS)}, and ordinary models with the same tokenizer"
         )
     verifier = open_source(path)
     dtype = dtype_for(config, verifier, on_gpu=on_gpu)
     verifying = open_model(verifier.config, path, dtype)
     spec = verifying.spec
     _check_architecture(source, verifier)
+    if kind == "assistant":
+        _check_gemma(folder, spec)
     borrows = _missing(source.checkpoint) if isinstance(verifying, Decoder) else ()
     # In the verifier's dtype, since it may compute with that one's weights.
-    model = open_eagle3(source.config, folder, dtype, spec, borrows)
+    model = _KINDS[kind](source.config, folder, dtype, spec, borrows)
+    block = model.block if isinstance(model, DFlash) else None
+    if isinstance(model, Gemma4Assistant) and model.clusters:
+        model.set_order(_order(source.checkpoint, spec.vocab_size))
     joined = replace(source, checkpoint=_with_verifier(source.checkpoint, verifier, spec))
     tokens = _verifier_tokens(source.checkpoint, model.spec.vocab_size, spec.vocab_size)
-    return joined, model, DraftInputs(kind, model.layers, tokens)
+    return joined, model, DraftInputs(kind, model.layers, tokens, block, kind == "assistant")
+
+
+def _check_gemma(folder: Path, verifier: ModelSpec) -> None:
+    """Raise ConfigError where an assistant drafts for another family."""
+    if verifier.architecture != "Gemma4ForCausalLM":
+        raise ConfigError(
+            f"{folder} is an assistant of Gemma 4, and this model a {verifier.architecture}: "
+            "choose a drafter that was trained for it"
+        )
+
+
+def _order(checkpoint: Checkpoint, vocab: int) -> torch.Tensor:
+    """The tokens of an assistant's clusters.  Raises CheckpointError where any is missing."""
+    record = checkpoint.records.get(TOKEN_ORDER)
+    if record is None or record.dtype not in _INTEGERS or record.shape != (vocab,):
+        said = "is missing" if record is None else f"is {record.dtype} {list(record.shape)}"
+        raise CheckpointError(
+            f"{TOKEN_ORDER} of {checkpoint.path} {said}; it must be whole numbers, one for each of "
+            f"the {vocab} tokens"
+        )
+    order = _read(record)
+    if not torch.equal(order.sort().values, torch.arange(vocab)):
+        raise CheckpointError(
+            f"{TOKEN_ORDER} of {checkpoint.path} does not name each of the {vocab} tokens once: "
+            "download it again"
+        )
+    return order
 
 
 def _check_architecture(source: Source, verifier: Source) -> None:

@@ -26,7 +26,7 @@ from hmt.engine.loading.source import Source, open_source
 from hmt.hardware.machine import machine_for, with_device
 from hmt.memory import physical_host_bytes
 from hmt.memory.device import Device
-from hmt.models import MixtureOfRecursions, open_model, with_vision
+from hmt.models import DraftBlock, MixtureOfRecursions, open_model, with_vision
 from hmt.planner import Demand, PlanOptions, solve
 from hmt.planner.placement.numa import on_numa_nodes
 from hmt.weights import BlockLayout
@@ -67,11 +67,15 @@ class DraftInputs:
              behind the final norm
     tokens   int64 [vocab_size of the draft model]: what each of its tokens is of the other's; None:
              the same
+    block    that it drafts at once; None: it drafts one token after the other
+    shares_kv   it attends to the KV cache of the model that verifies, and has none
     """
 
     kind: str
     layers: tuple[int, ...] = ()
     tokens: torch.Tensor | None = None
+    block: DraftBlock | None = None
+    shares_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

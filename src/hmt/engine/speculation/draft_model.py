@@ -20,7 +20,9 @@ from hmt.kernels.ops import LogitStats
 from hmt.kvcache import KVAllocator
 
 _FIRST_ID = 16  # lower ones often are marks
-_CAUGHT_UP = 1, 2, 3  # tokens that come behind those of a sequence, mostly
+# Tokens that come behind those of a sequence, mostly.  What was not prepared compiles while a
+# request waits: five seconds on an H200.
+_CAUGHT_UP = range(1, 7)
 _AHEAD = 4 * PAGE_TOKENS  # positions that a sequence grows by
 
 
@@ -33,7 +35,7 @@ class _Sequence:
     tokens: list[int] = field(default_factory=list)
 
 
-class _LastHidden(PromptOutputSource):
+class LastHidden(PromptOutputSource):
     """Keeps the hidden state of the last row."""
 
     def __init__(self) -> None:
@@ -103,7 +105,7 @@ class DraftModel:
         held = self._room(number, len(tokens))
         if held is None:
             return None
-        last, logits = _LastHidden(), torch.empty(0)
+        last, logits = LastHidden(), torch.empty(0)
         # Some tokens behind the prompt are computed as draft tokens are verified: captured.
         together = self._captured and bool(held.tokens) and len(tokens) <= MOST_DRAFTS
         together = together and self._runner.verifies(1)
@@ -125,6 +127,56 @@ class DraftModel:
             held.tokens += part
         stats = self._runner.logit_stats
         return Prediction(logits[-1], stats[-1] if stats else ops.logit_stats(logits[-1]), last.row)
+
+    def append(self, number: int, states: Tensor) -> bool:
+        """Let it see hidden states [tokens, layers * hidden_size] of a request's next tokens.
+
+        For models that draft blocks.  False where the cache has no room.  Raises DiskReadError or
+        NumericsError.
+        """
+        return all(
+            self._see(number, states[first : first + self._chunk]) is not None
+            for first in range(0, len(states), self._chunk)
+        )
+
+    def draft_block(
+        self, number: int, states: Tensor, block: Sequence[int], rows: int
+    ) -> Tensor | None:
+        """`append` of states, and logits f32 [rows, vocab] of the last tokens of a block.
+
+        The block stands behind all that the model has seen of the request, and does not stay.
+        Valid until the next step.  None where the cache has no room.
+        """
+        if len(states) + len(block) > self._chunk:
+            if not self.append(number, states):
+                return None
+            states = states[:0]
+        logits = self._see(number, states, block, rows)
+        if logits is not None:
+            self._kv.rollback(self._sequences[number].kv, len(self.tokens(number)))
+        return logits
+
+    def _see(
+        self, number: int, states: Tensor, block: Sequence[int] = (), rows: int = 0
+    ) -> Tensor | None:
+        """One step: states, and a block behind them."""
+        held = self._room(number, len(states) + len(block))
+        if held is None:
+            return None
+        tokens, start = [_FIRST_ID] * len(states), len(held.tokens)
+        first = start + len(states)
+        segment = SegmentRequest(
+            held.kv, start, [*tokens, *block], rows, reserved_tokens=held.reserved,
+            blocks=((first, first + len(block)),) if block else (),
+        )  # fmt: skip
+        inputs = torch.cat((states, torch.zeros(len(block), states.shape[1])))
+        try:
+            logits = self._runner.run(SchedulerOutput((segment,)), None, inputs)
+        except HMTError:
+            self._runner.abandon()
+            raise
+        held.tokens += tokens
+        return logits
 
     def warm_up(self, prompts: Sequence[int], widths: Sequence[int]) -> None:
         """Let a GPU compile and capture before the first request: see `execution/warmup.py`.

@@ -13,7 +13,8 @@ _RETURN: Final = 0.995  # the same for each draft token that was not worth it: s
 # match repeats goes on, and what a model is sure of is right: so these are tried where a token more
 # is dear, which is how its cost is measured.
 _ASSUMED: Final = 0.5, 4.0
-_ASSUMED_OF: Final = {"lookup >16": 0.9, "draft 5": 0.9, "mtp 0 5": 0.9}
+_SURE: Final = "lookup >16", "draft 5", "mtp 0 5", "eagle3 0 5", "dflash 0 5", "assistant 0 5"
+_ASSUMED_OF: Final = dict.fromkeys(_SURE, 0.9)
 FIRST_COST: Final = 0.2  # of a step's time, that a token more costs before that was measured
 _TRIAL_STEPS: Final = 12  # with draft tokens, before they are judged
 _CLEAR_LOSS: Final = 4, 0.7  # after so many steps with less than this share of the speed: at once

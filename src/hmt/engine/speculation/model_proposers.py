@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, repeat
 from math import exp
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from hmt.engine.loading.prepare import DraftInputs
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
 from hmt.engine.speculation.draft_model import DraftModel, Prediction
 
-_MOST_PENDING: Final = 64  # hidden states that wait for a step of several
+MOST_PENDING: Final = 64  # hidden states that wait for a step of several
 _BORDERS: Final = (0.3, 0.5, 0.7, 0.85, 0.95)  # of likelihood, between classes
 
 
@@ -51,7 +51,7 @@ class DraftModelProposer(Proposer):
         self._model.keep(number, common)
         found = self._model.feed(number, tokens[common:])
         self._agreed[number] = common if found is None else len(tokens)
-        return _decoded(
+        return decoded(
             self._model, number, found, repeat("draft"), self._vocab_size, most, worth,
             branches=self._branches,
         )  # fmt: skip
@@ -67,20 +67,42 @@ class DraftModelProposer(Proposer):
 
 
 @dataclass(slots=True)
-class _Pairs:
-    """Of a request: hidden states that wait for the token behind each, f32 [n, hidden_size].
+class PendingStates:
+    """Of a request: hidden states that a draft model has not computed with.
 
-    fed    pairs that the layers have computed and that stay
+    first    position of the token of the first of them
+    width    numbers of each
+    states   f32 [tokens, width], one after the other
     """
 
     first: int = 0
-    hidden: list[Tensor] = field(default_factory=list)
-    fed: int = 0
+    width: int = 0
+    states: list[Tensor] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.states))
 
     @property
     def end(self) -> int:
         """Position behind the last of them."""
-        return self.first + sum(map(len, self.hidden))
+        return self.first + self.count
+
+    def add(self, start: int, hidden: Tensor) -> None:
+        """Those of tokens from `start` on."""
+        if self.end != start:  # what is between was not computed
+            self.first, self.states = start, []
+        self.width = hidden.shape[1]
+        self.states.append(hidden)
+
+    def take(self, most: int | None = None) -> Tensor:
+        """The first of them, at most `most`, which wait no longer: [tokens, width]."""
+        states = torch.cat(self.states) if self.states else torch.empty(0, self.width)
+        taken = states[:most]
+        self.first += len(taken)
+        self.states = [states[len(taken) :]] if len(taken) < len(states) else []
+        return taken
 
 
 class NextTokenProposer(Proposer):
@@ -103,48 +125,45 @@ class NextTokenProposer(Proposer):
         self._branches = branches
         self._model, self._vocab_size, self._inputs = model, vocab_size, inputs
         self.layers = inputs.layers
-        self._pairs: dict[int, _Pairs] = {}
+        self._states: dict[int, PendingStates] = {}
+        self._fed: dict[int, int] = {}  # pairs that the layers have computed and that stay
 
     @override
     def observe(self, number: int, tokens: Sequence[int], start: int, hidden: Tensor) -> None:
-        pairs = self._pairs.setdefault(number, _Pairs())
-        if pairs.end != start:  # what is between was not computed
-            pairs.first, pairs.hidden = start, []
-        pairs.hidden.append(hidden)
-        if pairs.end - pairs.first > _MOST_PENDING:
-            self._feed(number, pairs, tokens)
+        states = self._states.setdefault(number, PendingStates())
+        states.add(start, hidden)
+        if states.count > MOST_PENDING:
+            self._feed(number, states, tokens)
 
     @override
     def propose(
         self, number: int, scope: str, tokens: Sequence[int], most: int, worth: Worth
     ) -> Draft:
-        pairs = self._pairs.get(number)
-        if pairs is None or pairs.end != len(tokens) - 1:
+        states = self._states.get(number)
+        if states is None or states.end != len(tokens) - 1:
             return Draft()
-        found = self._feed(number, pairs, tokens)
+        found = self._feed(number, states, tokens)
         names = (f"{self._inputs.kind} {depth}" for depth in count())
-        return _decoded(
+        return decoded(
             self._model, number, found, names, self._vocab_size, most, worth, self._inputs.tokens,
             branches=self._branches,
         )  # fmt: skip
 
     @override
     def ended(self, number: int) -> None:
-        self._pairs.pop(number, None)
+        self._states.pop(number, None)
+        self._fed.pop(number, None)
         self._model.close(number)
 
-    def _feed(self, number: int, pairs: _Pairs, tokens: Sequence[int]) -> Prediction | None:
-        """Compute the pairs whose token is known; what comes of the last one, if of any."""
-        self._model.keep(number, pairs.fed)
-        hidden = torch.cat(pairs.hidden) if pairs.hidden else torch.empty(0, 0)
-        known = min(len(hidden), len(tokens) - 1 - pairs.first)
-        if known < 1:
+    def _feed(self, number: int, states: PendingStates, tokens: Sequence[int]) -> Prediction | None:
+        """Compute with states whose next token is known; what comes of the last one, if of any."""
+        self._model.keep(number, self._fed.get(number, 0))
+        first = states.first
+        known = states.take(max(0, len(tokens) - 1 - first))
+        if not len(known):
             return None
-        after = tokens[pairs.first + 1 : pairs.first + 1 + known]
-        found = self._model.feed(number, after, hidden[:known])
-        pairs.first += known
-        pairs.hidden = [hidden[known:]] if known < len(hidden) else []
-        pairs.fed = len(self._model.tokens(number))
+        found = self._model.feed(number, tokens[first + 1 : first + 1 + len(known)], known)
+        self._fed[number] = len(self._model.tokens(number))
         return found
 
 
@@ -195,8 +214,18 @@ class FirstOf(Proposer):
             raise
 
 
-def _decoded(
-    model: DraftModel,
+class Feeds(Protocol):
+    """What computes one draft token after the other."""
+
+    def feed(
+        self, number: int, tokens: Sequence[int], inputs: Tensor | None = None
+    ) -> Prediction | None:
+        """What comes behind `tokens` of a request, and hidden states; see DraftModel."""
+        ...
+
+
+def decoded(
+    model: Feeds,
     number: int,
     found: Prediction | None,
     names: Iterator[str],
@@ -218,11 +247,11 @@ def _decoded(
     following = next(names)
     while found is not None and found.stats.finite and len(chosen) < most:
         name = likeliest(found, following)
-        token = _of_verifier(found.stats.best, tokens_of)
+        token = token_of_verifier(found.stats.best, tokens_of)
         if token >= vocab_size or not worth(name):
             break
         if not chosen and branches:
-            alternatives = _second(found.logits, name, vocab_size, tokens_of)
+            alternatives = second_likeliest(found.logits, name, vocab_size, tokens_of)
         chosen.append(token)
         classes.append(name)
         # A step of the model for a token that would not be verified costs an eighth of one that
@@ -235,15 +264,15 @@ def _decoded(
     return Draft(tuple(chosen), tuple(classes), alternatives)
 
 
-def _second(
+def second_likeliest(
     logits: Tensor, name: str, vocab_size: int, tokens_of: Tensor | None
 ) -> tuple[Draft, ...]:
     """The second likeliest token, for where the likeliest, of class `name`, is wrong."""
-    token = _of_verifier(int(logits.topk(2).indices[1]), tokens_of)
+    token = token_of_verifier(int(logits.topk(2).indices[1]), tokens_of)
     return (Draft((token,), (f"{name} second",)),) if token < vocab_size else ()
 
 
-def _of_verifier(token: int, tokens_of: Tensor | None) -> int:
+def token_of_verifier(token: int, tokens_of: Tensor | None) -> int:
     """A token of the draft model by the number that the model that verifies has for it."""
     return token if tokens_of is None else int(tokens_of[token])
 

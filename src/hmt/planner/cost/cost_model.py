@@ -87,6 +87,16 @@ class CostModel:
         """
         return self._cost(tokens, sequences, context, seen, prefill=tokens >= _PREFILL_TOKENS)
 
+    def token_share(self, context: float) -> float:
+        """What a further token of a sequence adds to a decode step's time, as a share of it.
+
+        Its new experts are in it: see `expert_hit_rate.newly_used`.  0 where nothing is known.
+        """
+        one, two = (
+            self._cost(tokens, 1, context, context, prefill=False).seconds for tokens in (1, 2)
+        )
+        return max(0.0, two / one - 1) if one else 0.0
+
     def _cost(
         self,
         tokens: int,
