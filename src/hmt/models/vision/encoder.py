@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # transformers' code takes longer to import than all else, an
 
 _KEPT: Final = 8  # of the largest images, of all requests, that memory is planned for
 _MOST_PATCHES: Final = 1 << 16  # of one image: where attention alone takes minutes
+_USUAL_PIXELS: Final = 5 << 18  # of an image of 1024 x 1024, and what resizing adds
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +90,17 @@ class Encoder:
         self._sizes = sizes
         self._axes = axes
         self._together = together
-        most, itemsize = sizes.most_patches, 4
-        pixels = most * 2 * 3 * sizes.patch**2
-        kept = (pixels + sizes.tokens(most) * sizes.out_width) * itemsize
-        work = sizes.work_bytes(most, itemsize) + tower.own_bytes
+        kept, work = self._most(sizes.most_patches)
         self.most_bytes = work + _KEPT * kept + DECODING_BYTES
+        usual = min(sizes.most_patches, _USUAL_PIXELS // sizes.patch**2)
+        self.device_bytes = sum(self._most(usual)), kept + work
+
+    def _most(self, patches: int) -> tuple[int, int]:
+        """Of an image of so many patches: pixels and features, and what encoding it takes."""
+        sizes, itemsize = self._sizes, 4
+        pixels = patches * 2 * 3 * sizes.patch**2
+        kept = (pixels + sizes.tokens(patches) * sizes.out_width) * itemsize
+        return kept, sizes.work_bytes(patches, itemsize) + self.tower.own_bytes
 
     def prepare(self, pixels: Tensor) -> PreparedImage:
         """See ImageEncoder."""
