@@ -197,14 +197,10 @@ class DeviceRoom:
         self.room = device_bytes - self.activations - self.mapping
         self.encoder_bytes, work = least_encoder_bytes(demand, self.activations)
         wanted = self.encoder_bytes + work
-        if wanted and self._layers_in(self.room - wanted) == self._layers_in(self.room):
-            self.activations += work
-            self.room -= wanted
-        else:  # it would cost layers' attention
-            self.encoder_bytes = 0
-
-    def _layers_in(self, room: int) -> int:
-        return len(_choose(self.layers, room, 0.0, 0).layers)
+        if wanted and self._nbytes(DeviceChoice(len(self.layers), True)) > self.room - wanted:
+            self.encoder_bytes = wanted = work = 0
+        self.activations += work
+        self.room -= wanted
 
     def taken(self, asked: DeviceChoice) -> int | None:
         """Bytes that a choice takes; None where they are not there.

@@ -1,8 +1,9 @@
 """What an encoder of images gets of a device: slots for its parts, and room for its work.
 
-Its parts come when an image does; until then nothing of it is on the device, though the slots are
-counted.  While an image is encoded no layer computes: the work shares the activations' room, which
-is made larger where an image needs more.
+It gets a part where the attention of all layers and the head fit beside it.  Its parts come when an
+image does; until then nothing of it is on the device, though the slots are counted.  While an image
+is encoded no layer computes: the work shares the activations' room, which is made larger where an
+image needs more.
 """
 
 from hmt.base.units import format_bytes, round_up
@@ -44,9 +45,9 @@ def encoder_remark(plan: Plan, demand: Demand) -> str:
         return ""
     slots, work = least_encoder_bytes(demand, 0)
     return (
-        "images are encoded on the CPU: beside the layers' attention the GPU's budget has no room "
-        f"for {format_bytes(slots)} of the encoder's parts and {format_bytes(work)} of work for an "
-        "image of 1024 x 1024 pixels"
+        "images are encoded on the CPU: beside the attention of all layers and the output layer "
+        f"the GPU's budget has no room for {format_bytes(slots)} of the encoder's parts and "
+        f"{format_bytes(work)} of work for an image of 1024 x 1024 pixels"
     )
 
 
