@@ -17,7 +17,8 @@ ImageInput = Any
 class PreparedImage:
     """One image as an encoder takes it, which nothing changes any more.
 
-    key         hexadecimal: a hash of `inputs`, by which equal images are the same
+    key         hexadecimal: a hash of its pixels and of how they are prepared, by which equal
+                images are the same
     inputs      what the encoder is called with, by name
     tokens      of a prompt that stand for rows of its features
     written     what a prompt has in its place: those tokens, and others around and between them
