@@ -1,12 +1,15 @@
 """transformers' vision tower and projector, whose parts lease their weights one after the other."""
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
+from torch.nn import functional
 
 from hmt.base.errors import RequestError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
@@ -40,6 +43,9 @@ class Tower:
         whole = model if hasattr(model, "get_image_features") else model.base_model
         self._features = whole.get_image_features
         self._text = text
+        for module in model.modules():
+            if isinstance(module, nn.Conv3d):
+                module.forward = partial(_convolved, module, module.forward)  # type: ignore[method-assign]
         self.takes = tuple(inspect.signature(self._features).parameters)
         self._own: list[tuple[nn.Module, BlockId, dict[str, Value]]] = []
         self.own_bytes = 0
@@ -82,7 +88,9 @@ class Tower:
         given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
         with ExitStack() as after:
             self._with_own(weights, after)
-            self._with_buffers(where, after)
+            if not backend_on(where).on_host:
+                after.enter_context(_exact_convolutions())
+                self._with_buffers(where, after)
             after.enter_context(in_context(CallContext(weights)))
             out = self._features(**given, return_dict=True)
         rows = _rows(out.pooler_output)
@@ -108,13 +116,31 @@ class Tower:
 
     def _with_buffers(self, where: torch.device, after: ExitStack) -> None:
         """Until `after`, let what is around the layers find what no checkpoint has on `where`."""
-        if backend_on(where).on_host:
-            return
         for module in _around(self._model, self._text):
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device != where:
                     after.callback(module._buffers.__setitem__, name, buffer)
                     module._buffers[name] = buffer.to(where)
+
+
+def _convolved(conv: nn.Conv3d, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A convolution; of patches as large as its kernel, the product that it is.
+
+    For 4096 patches and 320 numbers of each two cores take 0.57 s for the convolution in bf16, and
+    0.026 s for the product.
+    """
+    if x.shape[2:] != conv.kernel_size or any(conv.padding):
+        return forward(x)
+    out = functional.linear(x.flatten(1), conv.weight.flatten(1), conv.bias)
+    return out[..., None, None, None]
+
+
+def _exact_convolutions() -> AbstractContextManager[None]:
+    """In the body a GPU convolves f32 as f32, and in the same way each time."""
+    found: AbstractContextManager[None] = cudnn.flags(
+        enabled=True, deterministic=True, allow_tf32=False
+    )
+    return found
 
 
 def _rows(features: Any) -> Tensor:
