@@ -49,10 +49,14 @@ class Task:
 
 @dataclass(slots=True)
 class _Times:
-    """Seconds of each round: the image processor, the encoder, until the first token; and rates."""
+    """Seconds of each round: the image processor, the encoder, until the first token; and rates.
+
+    memory_s   of HMT, for having the encoder's memory ready and giving back what is not kept
+    """
 
     prepared_s: list[float] = field(default_factory=list)
     encoded_s: list[float] = field(default_factory=list)
+    memory_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
 
@@ -108,9 +112,9 @@ def _hmt(
                 progress(f"{gpu or 'no GPU'}, {host}: round {number} of {task.rounds}")
                 _answer(model, task, times, number)
                 if not number:
-                    first, times_of = _Times(**asdict(times)), times
-                    for values in (getattr(times_of, name) for name in asdict(times_of)):
-                        values.clear()
+                    first = _Times(**asdict(times))
+                    for name in asdict(times):
+                        getattr(times, name).clear()
             text = _text_rate(model, task)
         plan, summary = model.plan, model.summary()
         found = {
@@ -152,11 +156,22 @@ def _watched(model: LoadedModel, times: _Times) -> Iterator[list[torch.Tensor]]:
         seen.append(found.rows)
         return found
 
+    features = store.features
+
+    def with_memory(key: str) -> Any:
+        begin, known = time.perf_counter(), len(seen)
+        found = features(key)
+        if len(seen) > known:
+            times.memory_s.append(time.perf_counter() - begin - times.encoded_s[-1])
+        return found
+
     encoder.prepare, encoder.encode = prepared, encoded  # type: ignore[method-assign]
+    store.features = with_memory  # type: ignore[method-assign]
     try:
         yield seen
     finally:
         encoder.prepare, encoder.encode = prepare, encode  # type: ignore[method-assign]
+        store.features = features  # type: ignore[method-assign]
 
 
 def _answer(model: LoadedModel, task: Task, times: _Times, seed: int) -> None:
