@@ -31,7 +31,6 @@ from hmt.engine.streams import RequestHandle, StreamEvent, TokenStream, completi
 from hmt.engine.timeline import Timeline, tracer_for
 from hmt.memory import Ledger, peak_resident_bytes
 from hmt.memory.device import Device
-from hmt.planner import encoder_remark
 
 
 class LoadedModel:
@@ -250,8 +249,8 @@ class LoadedModel:
     def _notes(self) -> tuple[str, ...]:
         core, prepared = self._core, self.prepared
         told = prepared.demand.spec.remarks + prepared.model.notes()
-        if remark := encoder_remark(self.plan, prepared.demand):
-            told += (remark,)
+        if core.memory.images is not None and core.memory.images.remark:
+            told += (core.memory.images.remark,)
         return told + core.runner.notes + core.speculator.notes
 
     def reset_summary(self) -> None:

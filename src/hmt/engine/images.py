@@ -23,6 +23,7 @@ from hmt.engine.loading.device import OnDevice
 from hmt.engine.loading.prepare import Prepared
 from hmt.memory import Account, HostPool
 from hmt.models.vision import PIXEL_BYTES, ImageDecoder, file_bytes, pixels_of
+from hmt.planner import encoder_remark
 from hmt.weights import DeviceEncoder, WeightStore, WeightsView
 
 MOST_IMAGES: Final = 64  # of one request
@@ -81,6 +82,8 @@ class ImageStore:
 
     All of it, and what encoding takes, is charged to an account before it is taken: while a file is
     decoded by the size that it says it has.  `hold` is for any thread, `features` for the engine's.
+
+    remark   why the CPU encodes them beside a GPU, for people; "" where it does not
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class ImageStore:
         unload_after_s: float | None = None,
     ) -> None:
         """`unload_after_s` without an image the tower is freed; None: when others need the room."""
+        self.remark = ""
         self._encoder = encoder
         self._account = account
         self._tower = tower
@@ -286,7 +290,7 @@ def open_images(
     accounts: Mapping[str, Account],
     weights: WeightStore,
     slots: HostPool,
-    on_device: OnDevice | None,
+    on_devices: Sequence[OnDevice],
     stack: ExitStack,
 ) -> ImageStore | None:
     """What holds images of requests; None for a model that sees none.  Closed by `stack`."""
@@ -296,12 +300,14 @@ def open_images(
     blocks = [block.id for block in prepared.demand.vision]
     tower = TowerMemory(blocks, weights, slots)
     reserved = prepared.plan.device.reserved
-    if on_device is not None and "encoder" in reserved:
+    if on_devices and "encoder" in reserved:
+        on_device = on_devices[0]
         account = next(one for one in on_device.accounts if one.purpose == "encoder")
         device = DeviceEncoder(blocks, prepared.layouts, weights, on_device.device, account)
         stack.callback(device.free)
         tower = replace(tower, device=device, work_bytes=reserved["activations"])
     images = ImageStore(encoder, accounts["images"], tower, config.idle_unload_s)
+    images.remark = encoder_remark(prepared.plan, prepared.demand)
     stack.callback(images.close)
     return images
 
