@@ -8,6 +8,7 @@ from hmt_bench.commands import (
     cache,
     gpu,
     hybrid,
+    images,
     kv,
     kv_speed,
     pages,
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command("cache")(cache.cache)
 app.command("gpu")(gpu.gpu)
 app.command("hybrid")(hybrid.hybrid)
+app.command("images")(images.images)
 app.command("kv")(kv.kv)
 app.command("kv-speed")(kv_speed.kv_speed)
 app.command("larger-than-ram")(bigger_than_ram.larger_than_ram)

@@ -17,7 +17,8 @@ ImageInput = Any
 class PreparedImage:
     """One image as an encoder takes it, which nothing changes any more.
 
-    key         hexadecimal: a hash of `inputs`, by which equal images are the same
+    key         hexadecimal: a hash of its pixels and of how they are prepared, by which equal
+                images are the same
     inputs      what the encoder is called with, by name
     tokens      of a prompt that stand for rows of its features
     written     what a prompt has in its place: those tokens, and others around and between them
@@ -36,6 +37,11 @@ class PreparedImage:
     def nbytes(self) -> int:
         """Of `inputs`."""
         return sum(tensor.nbytes for tensor in self.inputs.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """That a device takes while it encodes the image, beside weights."""
+        return self.nbytes + self.work_bytes + self.feature_bytes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,10 +81,12 @@ class ImagePrompt:
 class ImageEncoder(Protocol):
     """A vision tower, and what prepares images for it.  For any thread, but for `encode`.
 
-    most_bytes   that images may take: while one is decoded and encoded, and as they are kept
+    most_bytes     that images may take: while one is decoded and encoded, and as they are kept
+    device_bytes   of an image of 1024 x 1024 pixels, and of the largest; see PreparedImage
     """
 
     most_bytes: int
+    device_bytes: tuple[int, int]
 
     def prepare(self, pixels: Tensor) -> PreparedImage:
         """An image of uint8 [height, width, 3].  Raises RequestError where it cannot be encoded."""
@@ -93,8 +101,9 @@ class ImageEncoder(Protocol):
         ...
 
     def encode(self, image: PreparedImage, weights: Weights) -> ImageFeatures:
-        """What layers compute from in the place of the image's tokens.  Leases blocks one by one.
+        """What layers compute from in the place of the image's tokens, in host memory.
 
+        Leases blocks one by one, and computes where they lie, which is the same place for all.
         Equal for equal images, whatever is computed beside them.
         """
         ...

@@ -26,7 +26,8 @@ class DevicePlan:
     computes_prompts   the same in steps of many tokens
     stages       layers whose attention computes there, and with their number the head
     reserved     of the device's budget, by purpose: "resident", "slots", "experts", "kv",
-                 "activations", "mapping" (page tables of the host's memory)
+                 "activations", "mapping" (page tables of the host's memory), and where it encodes
+                 images "encoder" (slots, taken when the first one comes)
     slot_counts  slots by size in bytes, for blocks that are copied
     expert_slots   of each layer whose experts live in host memory: experts that are cached there
     staging_slots  for experts that are brought for one step, as many as may be in the slots of
@@ -55,7 +56,7 @@ class Plan:
     homes               each block's tier
     budgets             bytes that may be used per tier
     reserved            of the host budget, by purpose: "resident" and "slots" (weights), "kv",
-                        "activations", "staging", "rows", "prefixes"
+                        "activations", "staging", "rows", "prefixes", "images"
     prefetch_distance   dense layers that are requested ahead of the one being computed, until the
                         executor has learned better; what slots are sized for
     max_prefill_tokens  prompt tokens per step

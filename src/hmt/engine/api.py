@@ -249,6 +249,8 @@ class LoadedModel:
     def _notes(self) -> tuple[str, ...]:
         core, prepared = self._core, self.prepared
         told = prepared.demand.spec.remarks + prepared.model.notes()
+        if core.memory.images is not None and core.memory.images.remark:
+            told += (core.memory.images.remark,)
         return told + core.runner.notes + core.speculator.notes
 
     def reset_summary(self) -> None:

@@ -5,7 +5,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -14,32 +14,63 @@ import torch
 from hmt.base.errors import BudgetError, RequestError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
+from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.image import ImageEncoder, ImageFeatures, ImageInput, PreparedImage
 from hmt.contracts.step import SchedulerOutput, Step
-from hmt.contracts.store import Weights
+from hmt.contracts.store import Priority, Weights
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.device import OnDevice
 from hmt.engine.loading.prepare import Prepared
 from hmt.memory import Account, HostPool
 from hmt.models.vision import PIXEL_BYTES, ImageDecoder, file_bytes, pixels_of
-from hmt.weights import WeightStore
+from hmt.planner import encoder_remark
+from hmt.weights import DeviceEncoder, WeightStore, WeightsView
 
 MOST_IMAGES: Final = 64  # of one request
+_AHEAD: Final = 2  # parts of an encoder that are read from the disk while one computes
 _LEAST_WAIT_S: Final = 0.01  # between looks while the decoder is asked for an image's size
 
 
 @dataclass(frozen=True, slots=True)
 class TowerMemory:
-    """The blocks of an image encoder, and what they pass through while they are in memory."""
+    """The blocks of an image encoder, and what they pass through while they are in memory.
+
+    device      what a GPU has of them; None: the CPU encodes all images
+    work_bytes  of the GPU's memory, that encoding an image may take there
+    """
 
     blocks: Sequence[BlockId]
     weights: WeightStore
     slots: HostPool
+    device: DeviceEncoder | None = None
+    work_bytes: int = 0
+
+    def encodes_on_device(self, image: PreparedImage) -> bool:
+        """Whether a GPU encodes it.  For any thread."""
+        return self.device is not None and image.device_bytes <= self.work_bytes
+
+    @contextmanager
+    def leasing(self, image: PreparedImage) -> Iterator[Weights]:
+        """Weights whose leases are where `image` is encoded."""
+        if self.device is None or not self.encodes_on_device(image):
+            yield WeightsView(self.weights, other_lease=self._lease_ahead)
+            return
+        with self.device.leasing():
+            yield WeightsView(self.weights, other_lease=self.device.lease)
+
+    def _lease_ahead(self, block: BlockId) -> AbstractContextManager[Mapping[str, WeightTensor]]:
+        """The store's lease, with the next blocks asked for."""
+        following = self.blocks.index(block) + 1
+        self.weights.request(self.blocks[following : following + _AHEAD], Priority.PREFETCH)
+        return self.weights.lease(block)
 
     def free(self) -> None:
         """Return their memory to the system.  No lease of them may be held."""
         for block in self.blocks:
             self.weights.forget(block)
         self.slots.trim()
+        if self.device is not None:
+            self.device.free()
 
 
 class ImageHold:
@@ -51,6 +82,8 @@ class ImageStore:
 
     All of it, and what encoding takes, is charged to an account before it is taken: while a file is
     decoded by the size that it says it has.  `hold` is for any thread, `features` for the engine's.
+
+    remark   why the CPU encodes them beside a GPU, for people; "" where it does not
     """
 
     def __init__(
@@ -61,6 +94,7 @@ class ImageStore:
         unload_after_s: float | None = None,
     ) -> None:
         """`unload_after_s` without an image the tower is freed; None: when others need the room."""
+        self.remark = ""
         self._encoder = encoder
         self._account = account
         self._tower = tower
@@ -95,18 +129,19 @@ class ImageStore:
             prepared.append(known)
         return prepared, hold
 
-    def features(self, key: str, weights: Weights) -> ImageFeatures:
+    def features(self, key: str) -> ImageFeatures:
         """Of an image that a request holds.  Encodes it if it has not been."""
         with self._lock:
             found, image = self._features.get(key), self._images[key]
         if found is None:
-            found = self._encoder.encode(image, weights)
+            with self._tower.leasing(image) as weights:
+                found = self._encoder.encode(image, weights)
             with self._lock:
                 if key in self._images:
                     self._features[key] = found
         return found
 
-    def encode(self, output: SchedulerOutput, weights: Weights) -> dict[int, Exception]:
+    def encode(self, output: SchedulerOutput) -> dict[int, Exception]:
         """Encode what `output` needs.  By request, why its images cannot be."""
         errors: dict[str, Exception] = {}
         failed: dict[int, Exception] = {}
@@ -114,21 +149,21 @@ class ImageStore:
             for span in segment.images:
                 if span.key not in errors:
                     try:
-                        self.features(span.key, weights)
+                        self.features(span.key)
                     except Exception as error:  # of the disk, or of a model's own code
                         errors[span.key] = error
                 if span.key in errors:
                     failed.setdefault(segment.request, errors[span.key])
         return failed
 
-    def fill(self, step: Step, output: SchedulerOutput, weights: Weights) -> Step:
+    def fill(self, step: Step, output: SchedulerOutput) -> Step:
         """`step` with features of the images that tokens of `output` stand for.  Encodes these."""
         rows: list[torch.Tensor] = []
         features: list[torch.Tensor] = []
         layers: list[tuple[torch.Tensor, ...]] = []
         for segment, run in zip(output.segments, step.segments, strict=True):
             for span in segment.images:
-                found = self.features(span.key, weights)
+                found = self.features(span.key)
                 begin, part = run.offset + span.offset, slice(span.first, span.first + span.length)
                 rows.append(torch.arange(begin, begin + span.length))
                 features.append(found.rows[part])
@@ -182,6 +217,8 @@ class ImageStore:
         data = file_bytes(image)
         width, height = image.size if data is None else self._decoder.size(data)
         what = f"an image of {width} x {height} pixels"
+        if self._tower.device is not None:
+            self._tower.device.reserve()
         with self._room(PIXEL_BYTES * width * height, what, own):
             pixels = pixels_of(image) if data is None else self._decoder.pixels(data)
             return self._encoder.prepare(pixels)
@@ -225,14 +262,16 @@ class ImageStore:
         Raises RequestError where `what` is new does not fit beside the request's `own` images,
         BudgetError where it does not beside others.
 
-        Images are encoded one after the other, so that the work of one is held.
+        Images are encoded one after the other, so that the work of one is held, unless a GPU does
+        it: there the plan has counted what it takes.
         """
         if self._closed and what:
             raise BudgetError("the model was closed while an image was prepared")
         self._used_at = time.monotonic()
         images = list(self._images.values())
         held = sum(image.nbytes + image.feature_bytes for image in images)
-        held += max((image.work_bytes for image in images), default=0)
+        on_host = (image for image in images if not self._tower.encodes_on_device(image))
+        held += max((image.work_bytes for image in on_host), default=0)
         held += sum(nbytes * count for nbytes, count in self._decoding.items())
         more = held - self._account.used_bytes
         if more <= 0:
@@ -251,14 +290,24 @@ def open_images(
     accounts: Mapping[str, Account],
     weights: WeightStore,
     slots: HostPool,
+    on_devices: Sequence[OnDevice],
     stack: ExitStack,
 ) -> ImageStore | None:
     """What holds images of requests; None for a model that sees none.  Closed by `stack`."""
     encoder = prepared.model.encoder
     if encoder is None:
         return None
-    tower = TowerMemory([block.id for block in prepared.demand.vision], weights, slots)
+    blocks = [block.id for block in prepared.demand.vision]
+    tower = TowerMemory(blocks, weights, slots)
+    reserved = prepared.plan.device.reserved
+    if on_devices and "encoder" in reserved:
+        on_device = on_devices[0]
+        account = next(one for one in on_device.accounts if one.purpose == "encoder")
+        device = DeviceEncoder(blocks, prepared.layouts, weights, on_device.device, account)
+        stack.callback(device.free)
+        tower = replace(tower, device=device, work_bytes=reserved["activations"])
     images = ImageStore(encoder, accounts["images"], tower, config.idle_unload_s)
+    images.remark = encoder_remark(prepared.plan, prepared.demand)
     stack.callback(images.close)
     return images
 

@@ -39,7 +39,7 @@ class ModelRunner:
         self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
     ) -> None:
         on_device = memory.on_device
-        self._images, self._host_weights = memory.images, memory.weights
+        self._images = memory.images
         self._weights = memory.weights if on_device is None else on_device.weights
         observers, self.expert_prefetcher = open_observers(
             prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
@@ -65,12 +65,12 @@ class ModelRunner:
         """
         step = Step.build(output.segments, output.logit_rows, inputs)
         if self._images is not None:
-            step = self._images.fill(step, output, self._host_weights)
+            step = self._images.fill(step, output)
         return self.executor.run(step, viewer)
 
     def encode_images(self, output: SchedulerOutput) -> dict[int, Exception]:
         """Encode images of a step before it is run.  By request, why its images cannot be."""
-        failed = {} if self._images is None else self._images.encode(output, self._host_weights)
+        failed = {} if self._images is None else self._images.encode(output)
         if failed:
             self.abandon()
         return failed

@@ -90,12 +90,19 @@ def copy_pairs(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def logit_stats_and_next(
-    logits: Tensor, token_ids: Tensor, positions: Tensor, runs: AttentionMetadata | None
+    logits: Tensor,
+    token_ids: Tensor,
+    positions: Tensor,
+    runs: AttentionMetadata | None,
+    axes: Tensor | None = None,
 ) -> Tensor:
     """`logit_stats_of` of runs of one token, which become those of the likeliest next step.
 
     token_ids, positions   int64 [tokens], changed, with what `fixed_runs` made
+    axes                   int64 [3, tokens], changed: positions on three axes
     """
+    if axes is not None:
+        axes.add_(1)  # as on each axis behind the last token of a prompt
     if runs is not None:
         # In a launch that there is anyway.
         (held,) = runs.device

@@ -50,6 +50,7 @@ class Rotary:
         # Frequencies by kind, where positions have been.  None goes: captured steps read them.
         self._kept: dict[tuple[torch.device, bool], Tensor] = {}
         self._last: dict[torch.device, tuple[Step, Tensor, Tensor]] = {}
+        self._axes_kept: dict[torch.device, Tensor] = {}  # of `axes`, for captured steps as well
 
     def frequencies(self, context: int) -> Tensor:
         """Radians per position for a sequence of `context` positions: f32 [dim / 2]."""
@@ -86,7 +87,10 @@ class Rotary:
         """What frequencies are multiplied with: int64 [tokens, 1], or [tokens, dim] of axes."""
         if step.axes is None or not self._sections:
             return step.positions[:, None]
-        return step.axes.T[:, self.axes().to(step.axes.device)]
+        device = step.axes.device
+        if device not in self._axes_kept:
+            self._axes_kept[device] = self.axes().to(device)
+        return step.axes.T[:, self._axes_kept[device]]
 
     def axes(self) -> Tensor:
         """Of which of three axes the position turns each number: int64 [dim].

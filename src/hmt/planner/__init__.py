@@ -1,6 +1,7 @@
 """Where everything lives, decided before a byte is loaded: footprint, solver, explanation."""
 
 from hmt.planner.cost.demand import Demand, KVTierSizes
+from hmt.planner.placement.encoder import encoder_remark
 from hmt.planner.placement.footprint import activation_bytes, scored_rows
 from hmt.planner.placement.kv_tiers import KVBudgets
 from hmt.planner.placement.solver import PlanOptions, smallest_budget, solve

@@ -268,7 +268,7 @@ class OverlappedExecutor(Executor):
         places.begin(step)
         self._stages.begin()
         self.surveys = ()
-        if self.graphs is not None and (step.axes is None and step.image_rows is None):
+        if self.graphs is not None and step.image_rows is None:
             logits = self.graphs(step, viewer)
             self.has_captured = self.graphs.has_captured
             if logits is not None:

@@ -13,6 +13,7 @@ import torch
 
 from hmt.base.errors import HMTError
 from hmt.base.log import logger
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Plan, Tier
 from hmt.kernels.backend_registry import backend_on
 
@@ -35,9 +36,10 @@ def prompts_to_warm(plan: Plan, positions: int) -> list[int]:
 
     positions   that keys and values have room for
 
-    None where blocks lie on the disk: to read them takes longer than what would be saved.
+    None where blocks lie on the disk: to read them takes longer than what would be saved.  Encoders
+    of images, which text reads nothing of, do not count.
     """
-    if plan.blocks_in(Tier.DISK):
+    if any(block.kind is not BlockKind.VISION for block in plan.blocks_in(Tier.DISK)):
         return []
     room, piece = positions - _DECODED, plan.max_prefill_tokens
     found = [min(piece + _SHORTEST, room)]

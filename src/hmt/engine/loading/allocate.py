@@ -89,7 +89,7 @@ def allocate(
             # comes before the next step then.
             stack.enter_context(on_device.device.compute_stream())
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
-        images = open_images(prepared, config, accounts, weights, pools["slots"], stack)
+        images = open_images(prepared, config, accounts, weights, pools["slots"], on_devices, stack)
         trace = None
         if config.expert_trace is not None:
             name, blocks = prepared.source.path.name, prepared.demand.blocks

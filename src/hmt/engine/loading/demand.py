@@ -98,6 +98,7 @@ def demand_of(
         vision=vision,
         passing_bytes=max((block.slot_bytes for block in vision), default=0),
         image_bytes=0 if model.encoder is None else model.encoder.most_bytes,
+        encoding_bytes=(0, 0) if model.encoder is None else model.encoder.device_bytes,
         staging_bytes=max(layout.staging_bytes for layout in distinct),
         row_bytes=max((row_span_bytes(table) for table in tables), default=0),
         kv_token_bytes=page_bytes(layers.values(), number) // PAGE_TOKENS,

@@ -90,7 +90,7 @@ def load_on_device(
     `host` holds the resident blocks that are copied in every step.  What is taken is given back by
     `stack`.  Raises BudgetError, and what reading raises.
     """
-    accounts = {}
+    accounts = {}  # that of an encoder of images is used when the first one comes
     for purpose, nbytes in share.reserved.items():
         accounts[purpose] = ledger.open(Tier.DEVICE, purpose, nbytes)
         stack.callback(accounts[purpose].close)

@@ -54,6 +54,7 @@ class SequenceState:
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
     images            tokens of the prompt that stand for images, and `image_hold` which keeps these
     axes              rotary positions of the prompt's tokens on three axes; (): by their places
+    axes_shift        what is added to the place of a later token for its positions
     blocks            (first, behind the last) tokens of the prompt that see each other: one step
                       computes those that are not computed
     deadline_s        time.monotonic() at which it fails if it has not ended; None: never
@@ -73,6 +74,7 @@ class SequenceState:
     computed: int = 0
     prefill_tokens: int = field(init=False)
     whole: int = field(init=False)
+    axes_shift: int = field(init=False, default=0)
     kv: int | None = None
     reserved_tokens: int = 0
     preemptions: int = 0
@@ -92,6 +94,8 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         self.prefill_tokens = self.whole = self.prompt_tokens
+        if self.axes:
+            self.axes_shift = max(map(max, self.axes)) + 1 - len(self.axes[0])
 
     @property
     def finished(self) -> bool:
@@ -151,8 +155,7 @@ class SequenceState:
         """
         if not self.axes:
             return ()
-        known = len(self.axes[0])
-        shift = max(map(max, self.axes)) + 1 - known
+        known, shift = len(self.axes[0]), self.axes_shift
         behind = tuple(range(max(first, known) + shift, last + shift))
         return tuple(axis[first:last] + behind for axis in self.axes)
 

@@ -116,11 +116,13 @@ def _without(model: Model, why: str) -> Model:
 def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Encoder:
     """Raises errors of many kinds where configurations are not what they should be."""
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
+    from hmt.models.vision import windows
     from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
     whole = module_tree.read(config)
     tree = module_tree.build(whole, config["architectures"][0], dtype, by_name=False, listed=False)
+    windows.use(tree.model.config.vision_config)
     text = tree.model.get_decoder()
     path = next(name for name, module in tree.model.named_modules() if module is text)
     token = int(next(getattr(whole, name) for name in _TOKENS if hasattr(whole, name)))

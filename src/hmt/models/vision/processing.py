@@ -21,6 +21,14 @@ class Processing:
         self.mark = mark
         self.token = token
 
+    @property
+    def described(self) -> bytes:
+        """What decides how pixels become what is encoded."""
+        import transformers
+
+        images = getattr(self._processor, "image_processor", self._processor)
+        return f"transformers {transformers.__version__} {images.to_json_string()}".encode()
+
     def made(self, pixels: Tensor) -> Mapping[str, Any]:
         """What the processor makes of uint8 [height, width, 3], and raises where it cannot."""
         made: Mapping[str, Any] = self._processor(

@@ -27,6 +27,7 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import DevicePlan
 from hmt.planner.cost.demand import Demand
+from hmt.planner.placement.encoder import least_encoder_bytes, with_spare
 from hmt.planner.placement.footprint import device_activation_bytes, kv_bytes
 
 _ALIGNMENT = 256
@@ -194,6 +195,12 @@ class DeviceRoom:
         self._host_bytes, self._weight_bytes = host_bytes, demand.weight_bytes
         self.mapping = _mapping_bytes(min(host_bytes, self._weight_bytes))
         self.room = device_bytes - self.activations - self.mapping
+        self.encoder_bytes, work = least_encoder_bytes(demand, self.activations)
+        wanted = self.encoder_bytes + work
+        if wanted and self._nbytes(DeviceChoice(len(self.layers), True)) > self.room - wanted:
+            self.encoder_bytes = wanted = work = 0
+        self.activations += work
+        self.room -= wanted
 
     def taken(self, asked: DeviceChoice) -> int | None:
         """Bytes that a choice takes; None where they are not there.
@@ -290,6 +297,10 @@ def share_of_device(
             "activations, and slots for the rest of the layer besides; give --gpu-memory more, or "
             "0 to compute on the CPU alone"
         )
+    spare = device_bytes - activations - mapping - space.encoder_bytes - choice.nbytes
+    encoder, activations = with_spare(
+        demand, space.encoder_bytes, activations, spare - _bytes(head)
+    )
     stays = [*(b for layer in choice.layers for b in layer.core), *head]
     stays += [block for layer in choice.stay for block in layer.wide]
     copied = _ids(block for layer in choice.copied for block in layer.wide)
@@ -307,6 +318,7 @@ def share_of_device(
             "kv": sum(layer.kv_bytes for layer in choice.layers),
             "activations": activations,
             "mapping": mapping,
+            **({"encoder": encoder} if encoder else {}),
         },
         slot_counts=choice.slot_counts,
         expert_slots=choice.expert_slots,

@@ -9,6 +9,7 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.workload import workload_of
+from hmt.planner.placement.encoder import encoder_remark
 
 _MEANING = {
     "resident": "weights that stay",
@@ -20,6 +21,8 @@ _MEANING = {
     "staging": "conversion on load",
     "rows": "embedding rows",
     "prefixes": "pages on their way",
+    "images": "images",
+    "encoder": "encoder of images",
 }
 
 LIMITS = {
@@ -61,7 +64,10 @@ def explain(plan: Plan, demand: Demand, machine: Machine) -> str:
         others = [block for block in demand.of_kind(kind) if block not in tables]
         lines.append(_kind_line(kind.value, plan, others, tiers))
     costs = _cost_lines(plan, demand, machine)
-    lines += ["", *costs, *(f"it {remark}" for remark in demand.spec.remarks)]
+    remarks = [f"it {remark}" for remark in demand.spec.remarks]
+    if remark := encoder_remark(plan, demand):
+        remarks.append(remark)
+    lines += ["", *costs, *remarks]
     return "\n".join(line for line in lines if line is not None)
 
 

@@ -21,6 +21,8 @@ _LETTERS = {
     "staging": "a",
     "rows": "a",
     "prefixes": "a",
+    "images": "a",
+    "encoder": "s",
 }
 
 

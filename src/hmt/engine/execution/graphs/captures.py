@@ -18,6 +18,7 @@ class GraphKey:
     inputs    numbers of the hidden state that comes in beside each token; 0: none does
     shown     behind so many layers hidden states are shown, or if () behind the final norm; None:
               none are
+    axes      whether rotary positions have three axes
     """
 
     tokens: int
@@ -26,6 +27,7 @@ class GraphKey:
     angles: tuple[int, ...]
     inputs: int = 0
     shown: tuple[int, ...] | None = None
+    axes: bool = False
 
     @property
     def verified(self) -> int:
@@ -106,12 +108,30 @@ class CapturedGraph:
 
 @dataclass(slots=True)
 class AsyncNextStep:
-    """A step that has begun already."""
+    """A step that has begun already.
+
+    axes   int64 [3, tokens] in host memory: its rotary positions; None: those of its places
+    """
 
     captured: CapturedGraph
     runs: tuple[Segment, ...]
     tokens: list[int]
+    axes: torch.Tensor | None
     result: Result
+
+    def is_of(self, step: Step, shown: tuple[int, ...] | None) -> bool:
+        """Whether it computes what `step` wants, recurrent state aside."""
+        if self.axes is None or step.axes is None:
+            alike = self.axes is step.axes
+        else:
+            alike = torch.equal(self.axes, step.axes)
+        return (
+            alike
+            and step.segments == self.runs
+            and self.captured.key.shown == shown
+            and len(step.logit_rows) == len(self.tokens)
+            and step.token_ids.tolist() == self.tokens
+        )
 
 
 @dataclass(slots=True)

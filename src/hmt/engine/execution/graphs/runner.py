@@ -155,7 +155,8 @@ class GraphRunner:
         if not (captured.sequences or captured.key.inputs):
             self._likeliest = _next(step.segments), [one.best for one in self.surveys]
         if begun is not None:
-            self._async_step = AsyncNextStep(captured, *self._likeliest, begun)
+            axes = None if step.axes is None else step.axes + 1
+            self._async_step = AsyncNextStep(captured, *self._likeliest, axes, begun)
         if self._tiers is not None:
             self._tiers.ended()
         return logits
@@ -185,7 +186,8 @@ class GraphRunner:
         seen = step if runs is step.segments else replace(step, segments=runs)
         width = 0 if step.inputs is None else step.inputs.shape[1]
         tokens, sequences = len(step.token_ids), len(step.segments)
-        key = GraphKey(tokens, sequences, context, self._model.angles(seen), width, shown)
+        angles, axes = self._model.angles(seen), step.axes is not None
+        key = GraphKey(tokens, sequences, context, angles, width, shown, axes)
         captured = graphs.get(key)
         if captured is None:
             captured = graphs[key] = self._open(key, step)
@@ -263,13 +265,8 @@ class GraphRunner:
     def _is_confirmed(
         self, async_step: AsyncNextStep, step: Step, shown: tuple[int, ...] | None
     ) -> bool:
-        right = (
-            step.segments == async_step.runs
-            and async_step.captured.key.shown == shown
-            and len(step.logit_rows) == len(async_step.tokens)
-            and step.token_ids.tolist() == async_step.tokens
-            and (self._states is None or self._states.confirm(step))
-        )
+        right = async_step.is_of(step, shown)
+        right = right and (self._states is None or self._states.confirm(step))
         self.async_steps.right += right
         self._skipped = 0 if right else min(_MOST_SKIPPED, 2 * self._skipped + 1)
         self._skip = self._skipped
@@ -356,18 +353,20 @@ class GraphRunner:
         )
 
     def _open(self, key: GraphKey, step: Step) -> CapturedGraph:
-        where, hidden, inputs = self._device.where, None, None
+        where, hidden, inputs, axes = self._device.where, None, None, None
         begin = None if self._looks_up else self._model.embed(step, self._weights)
         with torch.inference_mode(False):
             if begin is not None:
                 hidden = torch.empty(begin.shape, dtype=begin.dtype, device=where)
             if key.inputs:
                 inputs = torch.empty(key.tokens, key.inputs, device=where)
+            if key.axes:
+                axes = torch.zeros(3, key.tokens, dtype=torch.int64, device=where)
             ids, positions = (
                 torch.zeros(key.tokens, dtype=torch.int64, device=where) for _ in "ab"
             )
         rows = torch.arange(key.tokens, device=where)
-        step = Step(ids, positions, (), rows, inputs=inputs)
+        step = Step(ids, positions, (), rows, inputs=inputs, axes=axes)
         most = key.context if self._tiers is None else min(key.context, self._tiers.device_tokens)
         runs, state_runs = graph_ops.fixed_runs(where, key.tokens, most, key.verified), None
         if self._states is not None:
@@ -383,8 +382,9 @@ class GraphRunner:
         own.positions.copy_(step.positions, non_blocking=True)
         if own.inputs is not None and step.inputs is not None:
             own.inputs.copy_(step.inputs, non_blocking=True)
-        runs = self._segments(step)
-        captured.step = Step(own.token_ids, own.positions, runs, own.logit_rows, inputs=own.inputs)
+        if own.axes is not None and step.axes is not None:
+            own.axes.copy_(step.axes, non_blocking=True)
+        captured.step = replace(own, segments=self._segments(step))
         captured.rooms = [_room(run) for run in step.segments]
         if captured.runs is not None:
             given = self._kv.attention_metadata(step)
@@ -461,7 +461,7 @@ class GraphRunner:
             captured.show(self._model.normed(states, weights))
         logits = self._model.head(states, weights)
         captured.logit_stats = graph_ops.logit_stats_and_next(
-            logits, step.token_ids, step.positions, captured.runs
+            logits, step.token_ids, step.positions, captured.runs, step.axes
         )
         return logits
 
