@@ -67,7 +67,10 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """f32 [outputs, inputs]: the numbers that the codes stand for."""
-        raise NotImplementedError  # written in rounding.py's terms by branch qmeth
+        codes = self.codes.float().view(*self.scales.shape, -1)
+        if self.zero_points is not None:
+            codes = codes - self.zero_points.float()[..., None]
+        return (codes * self.scales.float()[..., None]).view(self.codes.shape)
 
 
 class Method(Protocol):
