@@ -8,7 +8,7 @@ were written, so that later layers make up for the errors of earlier ones (GPTQ,
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from hmt.memory import Ledger, ReadQueue
 from hmt.models import open_model
 from hmt.quant import Scheme
 from hmt.quant.methods.interface import Method
-from hmt.quantizing.calibration_text import sequences
+from hmt.quantizing.calibration_text import BUILTIN, sequences
 from hmt.quantizing.finishing import copied_files, finish, identity
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.hidden_states import HiddenStates
@@ -86,7 +86,6 @@ class _Job:
     method: Method
     texts: list[list[int]]
     options: QuantizeOptions
-    plan: MemoryPlan
     section: Mapping[str, Any]  # of the new config.json
 
 
@@ -112,13 +111,14 @@ def quantize(
     with ExitStack() as stack:
         folder = PartialFolder(out, _identity(job), force=force)
         stack.callback(folder.close)
+        plan = _planned(job, folder)
         folder.check_room(_room(job))
         ledger = Ledger({Tier.HOST: options.host_memory_bytes})
-        report = _Run(job, folder, ledger, progress).run()
+        report = _Run(job, plan, folder, ledger, progress).run()
         written = sum(file.stat().st_size for file in folder.model.glob("*.safetensors"))
         folder.publish()
     read = sum(record.nbytes for record in job.checkpoint.records.values())
-    return Quantized(report, read, written, sum(map(len, job.texts)), job.plan)
+    return Quantized(report, read, written, sum(map(len, job.texts)), plan)
 
 
 def _prepare(path: Path, options: QuantizeOptions) -> _Job:
@@ -134,6 +134,11 @@ def _prepare(path: Path, options: QuantizeOptions) -> _Job:
         model.spec, checkpoint, bound, sensitive_of(checkpoint.path, model.spec), options
     )
     texts: list[list[int]] = []
+    if not method.needs and options.calibration != BUILTIN:
+        raise ConfigError(
+            f"--method {options.method} reads no text: leave --calibration {options.calibration} "
+            "out, or choose another method"
+        )
     if method.needs:
         if model.spec.kv_sources:
             raise ConfigError(
@@ -142,18 +147,33 @@ def _prepare(path: Path, options: QuantizeOptions) -> _Job:
             )
         length = min(options.length, model.spec.max_context)
         texts = sequences(options.calibration, source.tokenizer(), options.sequences, length)
-    plan = plan_memory(options.host_memory_bytes, model.spec, layouts, works, method.needs, texts)
     modules = {unit.module: unit.target for work in works for unit in work.units}
     section = quantization_config(modules, (name for work in works for name in work.ignored))
-    return _Job(checkpoint, model, layouts, works, method, texts, options, plan, section)
+    return _Job(checkpoint, model, layouts, works, method, texts, options, section)
 
 
 def _identity(job: _Job) -> dict[str, Any]:
     """What two runs must share for one to go on with what the other has written."""
     own = dict(job.options.identity())
-    del own["host_memory_bytes"]  # but for what of it decides in which order inputs are summed up
-    shares = {"batch": job.plan.batch, "statistics": job.plan.statistics}
-    return own | shares | identity(job.checkpoint, job.texts)
+    del own["host_memory_bytes"]  # see `_planned`
+    return own | identity(job.checkpoint, job.texts)
+
+
+def _planned(job: _Job, folder: PartialFolder) -> MemoryPlan:
+    """Shares of the budget; those of an earlier run where this one goes on for it."""
+    before = None if folder.begun is None else MemoryPlan(**folder.begun)
+    plan = plan_memory(
+        job.options.host_memory_bytes,
+        job.model.spec,
+        job.layouts,
+        job.works,
+        job.method.needs,
+        job.texts,
+        before,
+    )
+    if before is None:
+        folder.remember(asdict(plan))
+    return plan
 
 
 def _room(job: _Job) -> int:
@@ -170,13 +190,18 @@ class _Run:
     """One quantisation, from where an earlier one has stopped."""
 
     def __init__(
-        self, job: _Job, folder: PartialFolder, ledger: Ledger, progress: Progress
+        self,
+        job: _Job,
+        plan: MemoryPlan,
+        folder: PartialFolder,
+        ledger: Ledger,
+        progress: Progress,
     ) -> None:
-        self._job, self._folder = job, folder
+        self._job, self._plan, self._folder = job, plan, folder
         self._ledger, self._progress = ledger, progress
-        self._hidden = HiddenStates(job.model, job.texts, folder.work, max(1, job.plan.batch))
+        self._hidden = HiddenStates(job.model, job.texts, folder.work, max(1, plan.batch))
         self._groups = [
-            statistics_groups(work, job.method.needs, job.plan.statistics) for work in job.works
+            statistics_groups(work, job.method.needs, plan.statistics) for work in job.works
         ]
         self._done = 0
         self._total = sum(self._work_of(work, number) for number, work in enumerate(job.works))
@@ -190,7 +215,7 @@ class _Run:
         job = self._job
         with ExitStack() as stack:
             for purpose in ("work", "statistics", "activations"):  # torch's memory
-                nbytes = getattr(job.plan, purpose)
+                nbytes = getattr(self._plan, purpose)
                 account = self._ledger.open(Tier.HOST, purpose, nbytes)
                 stack.callback(account.close)
             for number, work in enumerate(job.works):
@@ -215,9 +240,15 @@ class _Run:
             return
         if not shard.exists():
             self._quantize(number, work, shard)
-        last = work.index + 1 == self._job.model.spec.layers
-        if self._job.texts and not last and not self._hidden.file(work.index + 1).exists():
+        if self._job.texts and self._wants_outputs(number, work):
             self._outputs(work, shard)
+
+    def _wants_outputs(self, number: int, work: LayerWork) -> bool:
+        """Whether the next layer is still to be quantised, and what goes into it is not there."""
+        if work.index + 1 == self._job.model.spec.layers:
+            return False
+        behind = self._folder.model / self._shard_name(number + 1)
+        return not behind.exists() and not self._hidden.file(work.index + 1).exists()
 
     def _shard_name(self, number: int) -> str:
         return f"model-{number + 1:05}-of-{len(self._job.works):05}.safetensors"
@@ -233,8 +264,7 @@ class _Run:
             open_store(layouts, _open_queue, self._ledger) as store,
             LayerWriter(shard, self._report_file(number), work, job.checkpoint) as writer,
         ):
-            if job.texts and not self._hidden.file(work.index).exists():
-                assert work.index == 0, "hidden states of a layer that was not reached"
+            if job.texts and work.index == 0 and not self._hidden.file(0).exists():
                 self._hidden.embed(LayerWeights(store))
             for group in self._groups[number]:
                 found = self._observe(work, group, store) if job.texts else {}

@@ -25,10 +25,11 @@ class PartialFolder:
     """A model on its way to `out`.  Holds a lock until it is closed.
 
     model, work   folders for what stays, and for what does not
+    begun         what `remember` was told when it was begun; None before
     """
 
     def __init__(self, out: Path, identity: Mapping[str, Any], *, force: bool) -> None:
-        """Begin it, or go on with what an earlier run has left.
+        """Begin it, or go on with what an earlier run of equal `identity` has left.
 
         Raises ConfigError where `out` cannot be, or exists (with `force` a quantised model there is
         replaced in the end); where another run is making it, or made it as `identity` does not say.
@@ -46,24 +47,25 @@ class PartialFolder:
             self.work.mkdir(exist_ok=True)
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self._claim(identity)
+            self.begun = self._claim(identity)
         except BaseException:
             os.close(self._lock)
             raise
 
-    def _claim(self, identity: Mapping[str, Any]) -> None:
+    def _claim(self, identity: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Lock the folder; what an earlier run remembered."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(
                 f"another run is writing in {self.folder}: wait for it, or end it"
             ) from None
-        wanted = json.loads(json.dumps(identity))
-        begun = self.folder / _BEGUN
+        self._identity: dict[str, Any] = json.loads(json.dumps(identity))
+        wanted, begun = self._identity, self.folder / _BEGUN
         if not begun.exists():
-            self.write_file(begun, json.dumps(wanted, indent=1).encode())
-            return
-        known = json.loads(begun.read_bytes())
+            return None
+        said = json.loads(begun.read_bytes())
+        known = said["identity"]
         differs = sorted(key for key in {*known, *wanted} if known.get(key) != wanted.get(key))
         if differs:
             first = differs[0]
@@ -71,6 +73,13 @@ class PartialFolder:
                 f"{self.folder} was begun with {first} {_brief(known.get(first))}, not "
                 f"{_brief(wanted.get(first))}: give what it was begun with, or delete the folder"
             )
+        found: dict[str, Any] = said["remembered"]
+        return found
+
+    def remember(self, facts: Mapping[str, Any]) -> None:
+        """Let later runs know `facts` as `begun`.  Raises DiskWriteError."""
+        said = {"identity": self._identity, "remembered": dict(facts)}
+        self.write_file(self.folder / _BEGUN, json.dumps(said, indent=1).encode())
 
     def check_room(self, nbytes: int) -> None:
         """Raise DiskWriteError unless the disk has room for `nbytes` with what is there already."""
@@ -110,7 +119,9 @@ class PartialFolder:
             shutil.rmtree(self.folder)
 
     def close(self) -> None:
-        """Unlock it; what was written stays, for the next time."""
+        """Unlock it; what was written stays, for the next time, once it was begun."""
+        if self.model.exists() and not (self.folder / _BEGUN).exists():
+            shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
 
 

@@ -69,12 +69,13 @@ class LayerWriter:
         nearest, error = Error(), Error()
         for rows in _weight_rows(unit, weights, apart=by_rows(unit, method.needs)):
             _check_finite(unit, rows)
-            made = method.quantize(rows, inputs, unit.target)
+            made = _as_stored(method.quantize(rows, inputs, unit.target), unit)
             parts.append(made)
             own = error_of(rows, made, inputs.hessian)
             error += own
             if method.needs:
                 plain = self._nearest.quantize(rows, Statistics(0), unit.target)
+                plain = _as_stored(plain, unit)
                 own = error_of(rows, plain, inputs.hessian)
             nearest += own
         whole = _joined(parts)
@@ -174,6 +175,16 @@ def _weight_rows(unit: Unit, weights: Weights, *, apart: bool) -> Iterator[Tenso
                 yield ops.dequantize(weight, torch.float32, rows).clone()
     if not apart:
         yield whole[0] if len(whole) == 1 else torch.cat(whole)
+
+
+def _as_stored(made: QuantizedWeight, unit: Unit) -> QuantizedWeight:
+    """With scales of integers as they will be read, in 16 bits where the checkpoint has these.
+
+    At 8 bits that adds 3% to the squared error of rounding, at 4 bits nothing that is seen.
+    """
+    if unit.target.kind != "int":
+        return made
+    return replace(made, scales=made.scales.to(DTYPES[unit.scales]).float())
 
 
 def _check_finite(unit: Unit, rows: Tensor) -> None:

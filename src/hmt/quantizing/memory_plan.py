@@ -1,7 +1,7 @@
 """How a budget of host memory is shared between weights, statistics and activations."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import MIB, format_bytes
@@ -56,8 +56,13 @@ def plan_memory(
     works: Sequence[LayerWork],
     needs: Needs,
     texts: Sequence[Sequence[int]],
+    begun: "MemoryPlan | None" = None,
 ) -> MemoryPlan:
-    """Shares for quantising all `works`.  Raises BudgetError where the budget holds too little."""
+    """Shares for quantising all `works`.  Raises BudgetError where the budget holds too little.
+
+    begun   shares of the run that this one goes on for: statistics and activations stay, as in
+            which order inputs are summed up is seen in the last bits
+    """
     stores = max(_store_bytes(work, layouts) for work in works)
     work = max(work_bytes(unit, needs) for layer in works for unit in layer.units)
     if not needs:
@@ -69,6 +74,8 @@ def plan_memory(
     least = max(statistics_bytes(needs, unit.shape[1]) for layer in works for unit in layer.units)
     minimum = MemoryPlan(stores, work, least, one_step, 1)
     _checked(minimum, budget)
+    if begun is not None:
+        return _checked(replace(begun, stores=stores, work=work), budget)
     free = budget - stores - work
     statistics = min(most, max(least, (free - one_step) // 2))
     batch = max(1, min(len(texts), (free - statistics) // one_step))

@@ -71,13 +71,13 @@ class ShardWriter:
     def write(self, name: str, numbers: Tensor) -> None:
         """All of tensor `name`.  Raises DiskWriteError."""
         content = bytes_of(numbers)
-        assert len(content) == self._at[name][1], name
         self.write_bytes(name, 0, content)
 
     def write_bytes(self, name: str, at: int, content: memoryview) -> None:
         """Some bytes of tensor `name`, from its byte `at` on.  Raises DiskWriteError."""
         place, nbytes = self._at[name]
-        assert at + len(content) <= nbytes, name
+        if at + len(content) > nbytes:
+            raise AssertionError(f"{name} has {nbytes} bytes, not {at + len(content)}")
         with writing(f"writing {self._partial}"):
             self._pwrite(content, place + at)
             self._unsynced += len(content)

@@ -27,8 +27,8 @@ class Collector:
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs [tokens, columns] of any float dtype."""
-        for part in inputs.split(_AT_ONCE):
-            rows = part.float()
+        for start in range(0, len(inputs), _AT_ONCE):
+            rows = inputs[start : start + _AT_ONCE].float()
             if self._hessian is not None:
                 self._hessian.addmm_(rows.T, rows)
             if self._sum_abs is not None:

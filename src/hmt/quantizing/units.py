@@ -16,7 +16,6 @@ from hmt.weights.binding import BoundBlock, BoundParam
 
 _WEIGHT: Final = ".weight"
 _SCALES: Final = "_scale_inv"  # of FP8 in tiles
-_FLOATS: Final = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Unit:
     places    its parameters, in the order of their rows
     input     where its input is recorded
     target    its form
-    scales    dtype of scales of integers, as in safetensors: that of its numbers
+    scales    dtype of scales of integers, as in safetensors: f32 for such numbers, else bf16
     """
 
     module: str
@@ -177,7 +176,8 @@ def _unit(
         return "kept as asked" if columns % max(1, options.target.group_size) == 0 else "its width"
     params = sorted(params, key=lambda param: param.spec.rows or (0, 0))
     places = tuple(Place(block, param.spec.name) for param in params)
-    scales = record.dtype if record.dtype in _FLOATS else "BF16"
+    # Methods give scales that bf16 has; f16 has not all of them.
+    scales = "F32" if record.dtype == "F32" else "BF16"
     leader = Place(block, leading[places[0].name])
     return Unit(module, (rows, columns), places, leader, target, scales)
 

@@ -28,7 +28,8 @@ class WholeSequences:
         """See KVCache."""
         at = 0
         for run in step.segments:
-            assert run.start == 0, "sequences are whole"
+            if run.start:
+                raise AssertionError("a part of a sequence where it is wanted whole")
             rows = slice(at, at + run.length)
             its_value = key[rows, :, : self._layers[layer].value_dim]
             own = its_value if value is None else value[rows]
@@ -60,7 +61,7 @@ class WholeSequences:
     def append_attend(self, layer: int, step: Step, heads: Tensor, **options: Any) -> Tensor:
         """See KVCache."""
         count = self._layers[layer].heads
-        query, key, value = heads.split((heads.shape[1] - 2 * count, count, count), dim=1)
+        query, key, value = heads[:, : -2 * count], heads[:, -2 * count : -count], heads[:, -count:]
         self.append(layer, step, key, value)
         return self.attend(layer, step, query, **options).flatten(1)
 

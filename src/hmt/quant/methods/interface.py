@@ -1,10 +1,13 @@
-"""What methods of quantisation are given, and what they return.  Pure tensors; no model is known."""
+"""What methods of quantisation are given and return.  Pure tensors; no model is known."""
 
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from hmt.quant.fp4 import fp4_numbers
 
 
 class Needs(Flag):
@@ -53,8 +56,9 @@ class QuantizedWeight:
     """A weight in its target form.
 
     target        what it is
-    codes         int8 [outputs, inputs]: "int": signed codes from -2^(bits-1); FP4: the four bits 0 to 15
-    scales        [outputs, groups]: f32 for "int"; e4m3 as float8 for nvfp4; uint8 exponents for mxfp4
+    codes         int8 [outputs, inputs]: "int": signed codes from -2^(bits-1); FP4: 0 to 15
+    scales        [outputs, groups]: f32 for "int"; float8_e4m3fn for nvfp4; uint8 exponents
+                  for mxfp4
     zero_points   int8 [outputs, groups] in the range of codes, or None when symmetric
     global_scale  f32 scalar of nvfp4 (multiplies codes * scales), or None
     """
@@ -67,10 +71,17 @@ class QuantizedWeight:
 
     def dequantized(self) -> Tensor:
         """f32 [outputs, inputs]: the numbers that the codes stand for."""
-        codes = self.codes.float().view(*self.scales.shape, -1)
+        steps = self.scales.float()
+        if self.target.kind == "mxfp4":
+            steps = torch.exp2(steps - 127)
+        if self.global_scale is not None:
+            steps = steps * self.global_scale
+        is_int = self.target.kind == "int"
+        numbers = self.codes.float() if is_int else fp4_numbers(self.codes)
+        groups = numbers.view(*steps.shape, -1)
         if self.zero_points is not None:
-            codes = codes - self.zero_points.float()[..., None]
-        return (codes * self.scales.float()[..., None]).view(self.codes.shape)
+            groups = groups - self.zero_points.float()[..., None]
+        return (groups * steps[..., None]).view(self.codes.shape)
 
 
 class Method(Protocol):
