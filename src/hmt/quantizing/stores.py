@@ -1,6 +1,6 @@
 """Blocks of a checkpoint by lease, inside a budget that is reserved while a store is open."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from torch import Tensor
@@ -10,7 +10,9 @@ from hmt.contracts.blocks import TRUNK, BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.plan import Tier
 from hmt.contracts.store import LeasedGroup, Priority, ResidentBlock
-from hmt.memory import HostPool, Ledger, ReadQueue
+from hmt.engine import EngineConfig
+from hmt.engine.loading.disk import transfer_queue
+from hmt.memory import HostPool, Ledger
 from hmt.quantizing.observed import Observer
 from hmt.weights import BlockLayout, WeightStore, row_span_bytes
 
@@ -34,9 +36,7 @@ def store_bytes(layouts: Mapping[BlockId, BlockLayout]) -> dict[str, int]:
 
 
 @contextmanager
-def open_store(
-    layouts: Mapping[BlockId, BlockLayout], open_queue: Callable[[], ReadQueue], ledger: Ledger
-) -> Iterator[WeightStore]:
+def open_store(layouts: Mapping[BlockId, BlockLayout], ledger: Ledger) -> Iterator[WeightStore]:
     """A store of which nothing stays.  Raises BudgetError where the ledger has too little left."""
     with ExitStack() as stack:
         pools = {}
@@ -49,7 +49,7 @@ def open_store(
         store = WeightStore(
             layouts,
             [],
-            open_queue(),  # which the store closes
+            transfer_queue(EngineConfig.resolve(), Tracer()),  # which the store closes
             Tracer(),
             resident=pools["resident"],
             slots=pools["slots"],
