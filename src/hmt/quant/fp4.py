@@ -49,7 +49,7 @@ def _best(values: Tensor, scales: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
     kept: tuple[Tensor, Tensor, Tensor] | None = None
     for index, scale in enumerate(scales):
         codes = _round(values, scale)
-        error = (_numbers(codes) * scale[:, None] - values).square().sum(1)
+        error = (fp4_numbers(codes) * scale[:, None] - values).square().sum(1)
         here = torch.full_like(error, index, dtype=torch.int64)
         if kept is None:
             kept = codes, error, here
@@ -72,6 +72,7 @@ def _round(values: Tensor, scale: Tensor) -> Tensor:
     return (codes + 8 * negative).to(torch.uint8)
 
 
-def _numbers(codes: Tensor) -> Tensor:
+def fp4_numbers(codes: Tensor) -> Tensor:
+    """What codes 0 to 15 stand for: f32 of their shape."""
     table = torch.tensor(_MAGNITUDES + tuple(-number for number in _MAGNITUDES))
     return table[codes.long()]
