@@ -1,10 +1,13 @@
-"""What methods of quantisation are given, and what they return.  Pure tensors; no model is known."""
+"""What methods of quantisation are given, and what they return: tensors, and nothing of models."""
 
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from hmt.quant.fp4 import fp4_numbers
 
 
 class Needs(Flag):
@@ -53,8 +56,8 @@ class QuantizedWeight:
     """A weight in its target form.
 
     target        what it is
-    codes         int8 [outputs, inputs]: "int": signed codes from -2^(bits-1); FP4: the four bits 0 to 15
-    scales        [outputs, groups]: f32 for "int"; e4m3 as float8 for nvfp4; uint8 exponents for mxfp4
+    codes         int8 [outputs, inputs]: "int": signed, from -2^(bits-1); FP4: the four bits
+    scales        [outputs, groups]: f32 for "int"; float8_e4m3fn for nvfp4; uint8 exponents for mxfp4
     zero_points   int8 [outputs, groups] in the range of codes, or None when symmetric
     global_scale  f32 scalar of nvfp4 (multiplies codes * scales), or None
     """
@@ -65,9 +68,25 @@ class QuantizedWeight:
     zero_points: Tensor | None = None
     global_scale: Tensor | None = None
 
+    def steps(self) -> Tensor:
+        """f32 [outputs, groups]: what a code is multiplied with."""
+        if self.target.kind == "mxfp4":
+            return torch.exp2(self.scales.float() - 127)
+        if self.global_scale is not None:
+            return self.scales.float() * self.global_scale
+        return self.scales.float()
+
     def dequantized(self) -> Tensor:
         """f32 [outputs, inputs]: the numbers that the codes stand for."""
-        raise NotImplementedError  # written in rounding.py's terms by branch qmeth
+        steps = self.steps()
+        grouped = self.codes.view(*steps.shape, -1)
+        if self.target.kind != "int":
+            numbers = fp4_numbers(grouped)
+        elif self.zero_points is None:
+            numbers = grouped.float()
+        else:
+            numbers = grouped.float() - self.zero_points.float()[..., None]
+        return (numbers * steps[..., None]).view(self.codes.shape)
 
 
 class Method(Protocol):
