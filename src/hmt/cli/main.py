@@ -1,4 +1,4 @@
-"""The command line: `hmt run`, `serve`, `plan`, `convert`, `verify`, `calibrate`, `bench`, ...
+"""The command line: `hmt run`, `serve`, `plan`, `convert`, `quantize`, `calibrate`, `bench`, ...
 
 Commands import what computes when they run, so that `hmt --help` answers at once.
 """
@@ -20,6 +20,7 @@ from hmt.cli import (
     inspect,
     plan,
     probe,
+    quantize,
     run,
     serve,
     simulate,
@@ -40,6 +41,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
+app.command("quantize")(quantize.quantize)
 app.add_typer(calibrate.app, name="calibrate")
 app.command("verify")(verify.verify)
 app.command("probe")(probe.probe)

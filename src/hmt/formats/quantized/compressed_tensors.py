@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hmt.base.errors import CheckpointError
+from hmt.base.errors import CheckpointError, ShapeError
 from hmt.contracts.checkpoint import PublishedPart, TensorRecord
 from hmt.formats.quantized.fp8 import is_tile
 from hmt.formats.quantized.scan import Quantized, by_rows, matches, table, whole
 
 _SCALES = ("F32", "F16", "BF16")
+_SHAPES = ("I32", "I64")
 _SPARE = (
     *("input_scale", "input_zero_point", "input_global_scale"),
     *("weight_shape", "k_scale", "v_scale", "q_scale"),
@@ -115,8 +116,9 @@ def _add_integers(
         raise found.refuse(asked, "integers of 1 to 8 bits")
     if f"{module}.weight_g_idx" in found.records:
         raise found.refuse(f"{module}.weight_g_idx", "weights whose groups are in order")
-    rows, columns = codes.shape[0], codes.shape[1] * 32 // bits if packed else codes.shape[1]
     scales = found.check(found.tensor(module, "weight_scale"), _SCALES)
+    columns = _packed_columns(found, module, codes, scales, args) if packed else codes.shape[1]
+    rows = codes.shape[0]
     groups = _groups(found, scales, rows, columns, args)
     symmetric = args.get("symmetric", True)
     parts = {
@@ -139,6 +141,30 @@ def _add_integers(
         symmetric=bool(symmetric),
         all_rows=rows,
     )
+
+
+def _packed_columns(
+    found: Quantized,
+    module: str,
+    codes: TensorRecord,
+    scales: TensorRecord,
+    args: Mapping[str, Any],
+) -> int:
+    """Inputs of a weight in words, the last of which may have unused bits."""
+    bits, size = args["num_bits"], args.get("group_size")
+    columns = codes.shape[1] * 32 // bits
+    shape = found.records.get(f"{module}.weight_shape")
+    if args.get("strategy") == "group" and type(size) is int and len(scales.shape) == 2:
+        columns = scales.shape[1] * size
+    elif shape is not None and columns % 32 and shape.dtype in _SHAPES and shape.shape == (2,):
+        content = found.content(shape, 16)
+        columns = int.from_bytes(content[len(content) // 2 :], "little")
+    if -(-columns * bits // 32) != codes.shape[1]:
+        raise ShapeError(
+            f"{found.folder}: {codes.name} has {codes.shape[1]} words in a row, and {columns} "
+            f"inputs of {bits} bits take another number: download it again"
+        )
+    return columns
 
 
 def _groups(

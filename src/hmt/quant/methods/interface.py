@@ -1,4 +1,4 @@
-"""What methods of quantisation are given, and what they return: tensors, and nothing of models."""
+"""What methods of quantisation are given and return.  Pure tensors; no model is known."""
 
 from dataclasses import dataclass
 from enum import Flag, auto
@@ -56,8 +56,9 @@ class QuantizedWeight:
     """A weight in its target form.
 
     target        what it is
-    codes         int8 [outputs, inputs]: "int": signed, from -2^(bits-1); FP4: the four bits
-    scales        [outputs, groups]: f32 for "int"; float8_e4m3fn for nvfp4; uint8 exponents for mxfp4
+    codes         int8 [outputs, inputs]: "int": signed codes from -2^(bits-1); FP4: 0 to 15
+    scales        [outputs, groups]: f32 for "int"; float8_e4m3fn for nvfp4; uint8 exponents
+                  for mxfp4
     zero_points   int8 [outputs, groups] in the range of codes, or None when symmetric
     global_scale  f32 scalar of nvfp4 (multiplies codes * scales), or None
     """

@@ -1,7 +1,7 @@
 """Rounding to the nearest number that a target has, with a search for the best scales."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -77,12 +77,12 @@ def round_weight(
     scales = torch.cat(
         [scales.view(torch.uint8) if factor is not None else scales for scales, _ in parts]
     ).view(shape)
-    zeros = [zeros for _, zeros in parts if zeros is not None]
+    zero_points = [zeros for _, zeros in parts if zeros is not None]
     return QuantizedWeight(
-        replace(target),
+        target,
         codes,
         scales.view(torch.float8_e4m3fn) if factor is not None else scales,
-        torch.cat(zeros).view(shape) if zeros else None,
+        torch.cat(zero_points).view(shape) if zero_points else None,
         factor[0] if factor is not None else None,
     )
 

@@ -1,0 +1,96 @@
+"""Quantising a checkpoint layer by layer, in bounded memory, resumable after a kill.
+
+Each layer's weights are leased and quantised one by one, and written as one shard.  A method that
+wants to know inputs sees those of the calibration texts: the layer computes them from hidden states
+on disk, before it is quantised; what goes into the next layer is computed with the weights that
+were written, so that later layers make up for the errors of earlier ones (GPTQ, arXiv 2210.17323).
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hmt.base.units import MIB
+from hmt.contracts.plan import Tier
+from hmt.memory import Ledger
+from hmt.quantizing.folder import PartialFolder
+from hmt.quantizing.job import Job, prepare
+from hmt.quantizing.layer_run import LayerRun, Progress
+from hmt.quantizing.layer_writer import shard_bytes
+from hmt.quantizing.memory_plan import MemoryPlan, plan_memory
+from hmt.quantizing.options import QuantizeOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A model that was quantised.
+
+    report          what the folder's quantization_report.json says
+    read_bytes      of the checkpoint
+    written_bytes   of the folder's tensors
+    tokens          of calibration; 0: none was read
+    plan            how memory was shared
+    """
+
+    report: Mapping[str, Any]
+    read_bytes: int
+    written_bytes: int
+    tokens: int
+    plan: MemoryPlan
+
+
+def quantize(
+    model: Path,
+    out: Path,
+    options: QuantizeOptions,
+    *,
+    force: bool = False,
+    progress: Progress = lambda what, done, total: None,
+) -> Quantized:
+    """Quantise the checkpoint in folder `model`, as a compressed-tensors folder `out`.
+
+    Memory for weights, statistics and activations stays within the options' budget.  What an
+    earlier call with the same options has written before it was ended is gone on with.
+    `progress(what, done, of so many)` is told of work in bytes of weights; what it raises ends it.
+
+    Raises ConfigError where `out` cannot be or exists (with `force` a model that this made is
+    replaced, once the new one is complete) or options cannot be met, BudgetError where the budget
+    is too small, CheckpointError, DiskReadError, DiskWriteError and NumericsError.
+    """
+    job = prepare(model, options)
+    with ExitStack() as stack:
+        folder = PartialFolder(out, job.identity(), force=force)
+        stack.callback(folder.close)
+        plan = _planned(job, folder)
+        folder.check_room(_room(job))
+        ledger = Ledger({Tier.HOST: options.host_memory_bytes})
+        report = LayerRun(job, plan, folder, ledger, progress).run()
+        written = sum(file.stat().st_size for file in folder.model.glob("*.safetensors"))
+        folder.publish()
+    read = sum(record.nbytes for record in job.checkpoint.records.values())
+    return Quantized(report, read, written, job.tokens, plan)
+
+
+def _planned(job: Job, folder: PartialFolder) -> MemoryPlan:
+    """Shares of the budget; those of an earlier run where this one goes on for it."""
+    before = None if folder.begun is None else MemoryPlan(**folder.begun)
+    plan = plan_memory(
+        job.options.host_memory_bytes,
+        job.model.spec,
+        job.layouts,
+        job.works,
+        job.method.needs,
+        job.texts,
+        before,
+    )
+    if before is None:
+        folder.remember(asdict(plan))
+    return plan
+
+
+def _room(job: Job) -> int:
+    """What the result takes on disk, and hidden states in front of a layer and behind it."""
+    hidden = 4 * job.model.spec.hidden_size * job.tokens
+    return sum(map(shard_bytes, job.works)) + 2 * hidden + MIB

@@ -1,0 +1,147 @@
+"""Hidden states of the calibration texts between layers, on disk."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hmt.base.errors import DiskReadError, os_reason
+from hmt.base.folders import sync_folder
+from hmt.contracts.model import Model
+from hmt.contracts.step import SegmentRequest, Step
+from hmt.contracts.store import Weights
+from hmt.quantizing.observed import Observer, observed
+from hmt.quantizing.shards import bytes_of, sync_and_forget, writing
+from hmt.quantizing.whole_sequences import WholeSequences
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Sequences that are computed in one step, and the first of their rows in a file."""
+
+    first: int
+    step: Step
+
+
+class HiddenStates:
+    """What goes into each layer for all calibration texts: f32 [tokens, width] in a file each.
+
+    batch   sequences of a step
+    """
+
+    def __init__(
+        self, model: Model, texts: Sequence[Sequence[int]], folder: Path, batch: int
+    ) -> None:
+        """Files are in `folder`; nothing is computed yet."""
+        self._model, self._folder = model, folder
+        self._batches = list(_batches(texts, batch))
+        self.tokens = sum(map(len, texts))
+
+    def file(self, layer: int) -> Path:
+        """What goes into `layer`."""
+        return self._folder / f"hidden-{layer:05}.f32"
+
+    @property
+    def steps(self) -> int:
+        """Steps of a layer over all texts."""
+        return len(self._batches)
+
+    def embed(self, weights: Weights) -> None:
+        """Make what goes into the first layer.  Raises DiskWriteError."""
+
+        def compute(batch: _Batch, hidden: Tensor | None) -> Tensor:
+            return self._model.embed(batch.step, weights)
+
+        self._make(0, compute)
+
+    def advance(self, layer: int, weights: Weights, done: Callable[[], None]) -> None:
+        """Make what goes into the layer behind `layer`, and remove what went into this one.
+
+        done   is called after each step
+        """
+
+        def compute(batch: _Batch, hidden: Tensor | None) -> Tensor:
+            assert hidden is not None
+            out = self._layer(layer, hidden, batch.step, weights)
+            done()
+            return out
+
+        with observed(None):
+            self._make(layer + 1, compute)
+        self.file(layer).unlink(missing_ok=True)
+
+    def observe(
+        self, layer: int, weights: Weights, observer: Observer, done: Callable[[], None]
+    ) -> None:
+        """Compute `layer` for all texts, and let `observer` hear of it."""
+        with observed(observer), torch.inference_mode():
+            for batch, hidden in self._inputs(layer):
+                self._layer(layer, hidden, batch.step, weights)
+                done()
+
+    def _layer(self, layer: int, hidden: Tensor, step: Step, weights: Weights) -> Tensor:
+        return self._model.layer(layer, hidden, step, weights, WholeSequences(self._model.spec))
+
+    def _inputs(self, layer: int) -> Iterator[tuple[_Batch, Tensor]]:
+        file = self.file(layer)
+        try:
+            row_bytes = file.stat().st_size // self.tokens
+            with file.open("rb", buffering=0) as opened:
+                for batch in self._batches:
+                    rows = len(batch.step.token_ids)
+                    hidden = torch.empty(rows, row_bytes // 4)
+                    _read(opened.fileno(), hidden, batch.first * row_bytes)
+                    yield batch, hidden
+        except OSError as error:
+            raise DiskReadError(f"{file} cannot be read: {os_reason(error)}") from error
+
+    @torch.inference_mode()
+    def _make(self, layer: int, compute: Callable[[_Batch, Tensor | None], Tensor]) -> None:
+        """Write the file of `layer`, which is there whole or not at all."""
+        file = self.file(layer)
+        partial = file.with_suffix(".partial")
+        given = self._inputs(layer - 1) if layer else ((batch, None) for batch in self._batches)
+        with writing(f"writing {partial}"):
+            opened = partial.open("wb", buffering=0)
+        with opened:
+            for batch, hidden in given:
+                out = compute(batch, hidden).float().contiguous()
+                with writing(f"writing {partial}"):
+                    _write(opened.fileno(), out, batch.first * out.shape[1] * 4)
+                    sync_and_forget(opened.fileno())
+        with writing(f"writing {file}"):
+            partial.rename(file)
+            sync_folder(self._folder)
+
+
+def _batches(texts: Sequence[Sequence[int]], batch: int) -> Iterator[_Batch]:
+    first = 0
+    for start in range(0, len(texts), batch):
+        some = texts[start : start + batch]
+        parts = [
+            SegmentRequest(number, 0, list(text), 0, len(text), whole=len(text))
+            for number, text in enumerate(some)
+        ]
+        step = Step.build(parts)
+        yield _Batch(first, step)
+        first += len(step.token_ids)
+
+
+def _write(file: int, numbers: Tensor, at: int) -> None:
+    view = bytes_of(numbers)
+    while view:
+        done = os.pwrite(file, view, at)
+        view, at = view[done:], at + done
+
+
+def _read(file: int, numbers: Tensor, at: int) -> None:
+    view = bytes_of(numbers)
+    while view:
+        done = os.preadv(file, [view], at)
+        if not done:
+            raise OSError("it ends too early")
+        view, at = view[done:], at + done
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,86 @@
+"""What is quantised, and with what: everything that is known before the first weight is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hmt.base.errors import CheckpointError, ConfigError
+from hmt.contracts.checkpoint import Checkpoint
+from hmt.contracts.model import Model
+from hmt.engine.loading.source import open_source, sensitive_of, target
+from hmt.models import open_model
+from hmt.quant import Scheme
+from hmt.quant.methods.interface import Method
+from hmt.quantizing.calibration_text import BUILTIN, sequences
+from hmt.quantizing.finishing import identity
+from hmt.quantizing.memory_plan import Layouts
+from hmt.quantizing.methods import open_method
+from hmt.quantizing.options import QuantizeOptions
+from hmt.quantizing.published import quantization_config
+from hmt.quantizing.units import LayerWork, plan_work
+from hmt.weights import bind, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One quantisation.
+
+    works     by layer, the trunk's last
+    texts     token ids of calibration; none where the method needs no inputs
+    section   `quantization_config` of the new config.json
+    """
+
+    checkpoint: Checkpoint
+    model: Model
+    layouts: Layouts
+    works: list[LayerWork]
+    method: Method
+    texts: list[list[int]]
+    options: QuantizeOptions
+    section: Mapping[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        """Of all texts."""
+        return sum(map(len, self.texts))
+
+    def identity(self) -> dict[str, Any]:
+        """What two runs must share for one to go on with what the other has written."""
+        own = dict(self.options.identity())
+        del own["host_memory_bytes"]  # what of it counts is remembered: see `driver.py`
+        return own | identity(self.checkpoint, self.texts)
+
+
+def prepare(path: Path, options: QuantizeOptions) -> Job:
+    """What quantising the checkpoint in folder `path` is.  Raises CheckpointError, ConfigError."""
+    source = open_source(path)
+    if source.pack is not None:
+        raise CheckpointError(f"{path} is a pack: quantise the checkpoint that it was made of")
+    checkpoint = source.checkpoint
+    method = open_method(options.method)
+    model = open_model(checkpoint.config, checkpoint.path, torch.float32)
+    bound = bind(model.spec, checkpoint)
+    layouts = lay_out(bound, target(Scheme()))
+    works = plan_work(
+        model.spec, checkpoint, bound, sensitive_of(checkpoint.path, model.spec), options
+    )
+    texts: list[list[int]] = []
+    if not method.needs and options.calibration != BUILTIN:
+        raise ConfigError(
+            f"--method {options.method} reads no text: leave --calibration {options.calibration} "
+            "out, or choose another method"
+        )
+    if method.needs:
+        if model.spec.kv_sources:
+            raise ConfigError(
+                f"layers of {path} use keys and values of earlier ones, which calibration does not "
+                "keep: --method rtn needs none"
+            )
+        length = min(options.length, model.spec.max_context)
+        texts = sequences(options.calibration, source.tokenizer(), options.sequences, length)
+    modules = {unit.module: unit.target for work in works for unit in work.units}
+    section = quantization_config(modules, (name for work in works for name in work.ignored))
+    return Job(checkpoint, model, layouts, works, method, texts, options, section)

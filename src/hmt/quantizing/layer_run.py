@@ -1,0 +1,147 @@
+"""The loop over layers: collect statistics, quantise, compute what goes into the next one."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from hmt.contracts.blocks import TRUNK
+from hmt.contracts.plan import Tier
+from hmt.memory import Ledger
+from hmt.quantizing.finishing import copied_files, finish
+from hmt.quantizing.folder import PartialFolder
+from hmt.quantizing.hidden_states import HiddenStates
+from hmt.quantizing.job import Job
+from hmt.quantizing.layer_writer import LayerWriter
+from hmt.quantizing.memory_plan import MemoryPlan, layer_layouts, statistics_groups
+from hmt.quantizing.observed import Observer
+from hmt.quantizing.statistics import Collector
+from hmt.quantizing.stores import LayerWeights, open_store
+from hmt.quantizing.structure import Place
+from hmt.quantizing.units import LayerWork, Unit
+from hmt.quantizing.written_layers import written_layouts
+from hmt.weights import WeightStore
+
+Progress = Callable[[str, int, int], None]
+
+_WORKING: Final = "quantising"
+
+
+class LayerRun:
+    """One quantisation, from where an earlier one has stopped."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: MemoryPlan,
+        folder: PartialFolder,
+        ledger: Ledger,
+        progress: Progress,
+    ) -> None:
+        self._job, self._plan, self._folder = job, plan, folder
+        self._ledger, self._progress = ledger, progress
+        self._hidden = HiddenStates(job.model, job.texts, folder.work, max(1, plan.batch))
+        self._groups = [
+            statistics_groups(work, job.method.needs, plan.statistics) for work in job.works
+        ]
+        self._done = 0
+        self._total = sum(self._work_of(work, number) for number, work in enumerate(job.works))
+
+    def _work_of(self, work: LayerWork, number: int) -> int:
+        passes = 1 + (len(self._groups[number]) + 1 if self._job.texts else 0)
+        return sum(2 * unit.numbers for unit in work.units) * passes
+
+    def run(self) -> dict[str, Any]:
+        """Everything but the last step; returns the report."""
+        job = self._job
+        with ExitStack() as stack:
+            for purpose in ("work", "statistics", "activations"):  # torch's memory
+                nbytes = getattr(self._plan, purpose)
+                account = self._ledger.open(Tier.HOST, purpose, nbytes)
+                stack.callback(account.close)
+            for number, work in enumerate(job.works):
+                before = self._done
+                self._layer(number, work)
+                self._advance_to(before + self._work_of(work, number))
+        return finish(
+            self._folder, job.checkpoint, job.works, job.section, copied_files(job.checkpoint),
+            job.options, job.tokens,
+        )  # fmt: skip
+
+    def _advance_to(self, done: int) -> None:
+        self._done = done
+        self._progress(_WORKING, done, self._total)
+
+    def _layer(self, number: int, work: LayerWork) -> None:
+        shard = self._folder.model / self._shard_name(number)
+        if work.index == TRUNK:
+            if not shard.exists():
+                with LayerWriter(shard, self._report_file(number), work, self._job.checkpoint) as w:
+                    w.finish(self._folder)
+            return
+        if not shard.exists():
+            self._quantize(number, work, shard)
+        if self._job.texts and self._wants_outputs(number, work):
+            self._outputs(work, shard)
+
+    def _wants_outputs(self, number: int, work: LayerWork) -> bool:
+        """Whether the next layer is still to be quantised, and what goes into it is not there."""
+        if work.index + 1 == self._job.model.spec.layers:
+            return False
+        behind = self._folder.model / self._shard_name(number + 1)
+        return not behind.exists() and not self._hidden.file(work.index + 1).exists()
+
+    def _shard_name(self, number: int) -> str:
+        return f"model-{number + 1:05}-of-{len(self._job.works):05}.safetensors"
+
+    def _report_file(self, number: int) -> Path:
+        return self._folder.work / f"report-{number:05}.json"
+
+    def _quantize(self, number: int, work: LayerWork, shard: Path) -> None:
+        """Write the layer's shard."""
+        job = self._job
+        layouts = layer_layouts(job.layouts, work.index, tables=True)
+        with (
+            open_store(layouts, self._ledger) as store,
+            LayerWriter(shard, self._report_file(number), work, job.checkpoint) as writer,
+        ):
+            if job.texts and work.index == 0 and not self._hidden.file(0).exists():
+                self._hidden.embed(LayerWeights(store))
+            for group in self._groups[number]:
+                found = self._observe(work, group, store) if job.texts else {}
+                for unit in group:
+                    writer.add(unit, store, job.method, found)
+                    self._advance_to(self._done + 2 * unit.numbers)
+            writer.finish(self._folder)
+
+    def _observe(
+        self, work: LayerWork, group: Sequence[Unit], store: WeightStore
+    ) -> dict[Place, Collector]:
+        """Statistics of the inputs of `group`, over all texts."""
+        needs = self._job.method.needs
+        found: dict[Place, Collector] = {}
+        for unit in group:
+            if unit.input not in found:
+                found[unit.input] = Collector(needs, unit.shape[1])
+        observer = Observer(found.__contains__, lambda place, inputs: found[place].add(inputs))
+        weights = LayerWeights(store, observer=observer)
+        self._hidden.observe(work.index, weights, observer, self._step_of(work))
+        return found
+
+    def _step_of(self, work: LayerWork) -> Callable[[], None]:
+        share = sum(2 * unit.numbers for unit in work.units) // max(1, self._hidden.steps)
+        return lambda: self._advance_to(self._done + share)
+
+    def _outputs(self, work: LayerWork, shard: Path) -> None:
+        """Make what goes into the next layer, with the weights that are in the shard."""
+        spec = self._job.model.spec
+        with ExitStack() as stack:
+            store = stack.enter_context(
+                open_store(written_layouts(self._job, work, shard), self._ledger)
+            )
+            tables = None
+            if spec.row_lookups:
+                trunk = layer_layouts(self._job.layouts, TRUNK, tables=True)
+                tables = stack.enter_context(open_store(trunk, self._ledger))
+            weights = LayerWeights(store, tables)
+            self._hidden.advance(work.index, weights, self._step_of(work))

@@ -1,0 +1,163 @@
+"""How a budget of host memory is shared between weights, statistics and activations."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hmt.base.errors import BudgetError
+from hmt.base.units import MIB, format_bytes
+from hmt.contracts.blocks import TRUNK, BlockId
+from hmt.contracts.model import CHUNK_TOKENS, ModelSpec
+from hmt.kernels.ops import ATTENTION_WORKSPACE_BYTES
+from hmt.quant.methods.interface import Needs
+from hmt.quantizing.statistics import nbytes as statistics_bytes
+from hmt.quantizing.stores import store_bytes
+from hmt.quantizing.structure import Place
+from hmt.quantizing.units import LayerWork, Unit
+from hmt.weights import BlockLayout
+
+Layouts = Mapping[BlockId, BlockLayout]
+
+# Weights that are rounded at once where rows do not depend on each other.
+ROWS_NUMBERS = 4 * MIB
+# Copies of a weight in f32, its codes, its error, and what that gives: measured with GPTQ.
+_WEIGHT_BYTES = 24
+# Copies of a Hessian: damped, its factors, its inverse, the factors of that.
+_HESSIAN_BYTES = 16
+_ACTIVATION_COPIES = 3  # plain torch joins parts that kernels write side by side
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Shares of a budget.
+
+    stores        for blocks, of the checkpoint or of what was quantised
+    work          for one weight while it is quantised
+    statistics    for sums over inputs of as many layers as fit
+    activations   for a step of `batch` sequences
+    batch         0 where no texts are read
+    """
+
+    stores: int
+    work: int
+    statistics: int
+    activations: int
+    batch: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.stores + self.work + self.statistics + self.activations
+
+
+def plan_memory(
+    budget: int,
+    spec: ModelSpec,
+    layouts: Layouts,
+    works: Sequence[LayerWork],
+    needs: Needs,
+    texts: Sequence[Sequence[int]],
+    begun: "MemoryPlan | None" = None,
+) -> MemoryPlan:
+    """Shares for quantising all `works`.  Raises BudgetError where the budget holds too little.
+
+    begun   shares of the run that this one goes on for: statistics and activations stay, as in
+            which order inputs are summed up is seen in the last bits
+    """
+    stores = max(_store_bytes(work, layouts) for work in works)
+    work = max(work_bytes(unit, needs) for layer in works for unit in layer.units)
+    if not needs:
+        plan = MemoryPlan(stores, work, 0, 0, 0)
+        return _checked(plan, budget)
+    longest = max(map(len, texts))
+    one_step = _step_bytes(spec, longest)
+    most = max(_of_layer(layer, needs) for layer in works)
+    least = max(statistics_bytes(needs, unit.shape[1]) for layer in works for unit in layer.units)
+    minimum = MemoryPlan(stores, work, least, one_step, 1)
+    _checked(minimum, budget)
+    if begun is not None:
+        return _checked(replace(begun, stores=stores, work=work), budget)
+    free = budget - stores - work
+    statistics = min(most, max(least, (free - one_step) // 2))
+    batch = max(1, min(len(texts), (free - statistics) // one_step))
+    return MemoryPlan(stores, work, statistics, batch * one_step, batch)
+
+
+def layer_layouts(layouts: Layouts, layer: int, *, tables: bool) -> dict[BlockId, BlockLayout]:
+    """Of one layer's blocks, and with `tables` of those that belong to no layer."""
+    members = {layer, TRUNK} if tables else {layer}
+    return {block: layout for block, layout in layouts.items() if block.layer in members}
+
+
+def work_bytes(unit: Unit, needs: Needs) -> int:
+    """What quantising a weight takes besides its block and statistics."""
+    if by_rows(unit, needs):
+        rows = max(1, ROWS_NUMBERS // unit.shape[1])
+        return _WEIGHT_BYTES * min(unit.numbers, rows * unit.shape[1]) + 2 * unit.numbers
+    hessian = unit.shape[1] ** 2 if Needs.HESSIAN in needs else 0
+    return _WEIGHT_BYTES * unit.numbers + _HESSIAN_BYTES * hessian
+
+
+def by_rows(unit: Unit, needs: Needs) -> bool:
+    """Whether rows of a weight are quantised apart, with the same result."""
+    return not needs and unit.target.kind != "nvfp4"
+
+
+def statistics_groups(work: LayerWork, needs: Needs, most: int) -> list[list[Unit]]:
+    """A layer's units, in groups of which the statistics take `most` bytes."""
+    groups: list[list[Unit]] = []
+    held: dict[Place, int] = {}
+    for unit in work.units:
+        own = statistics_bytes(needs, unit.shape[1])
+        if not groups or (unit.input not in held and sum(held.values()) + own > most):
+            groups.append([])
+            held = {}
+        held[unit.input] = own
+        groups[-1].append(unit)
+    return groups
+
+
+def _of_layer(work: LayerWork, needs: Needs) -> int:
+    return sum(
+        statistics_bytes(needs, columns)
+        for columns in {unit.input: unit.shape[1] for unit in work.units}.values()
+    )
+
+
+def _store_bytes(work: LayerWork, layouts: Layouts) -> int:
+    mine = layer_layouts(layouts, work.index, tables=True)
+    read = sum(store_bytes(mine).values())
+    # What was quantised is read again, in the form that kernels have for it.
+    numbers = {
+        block: sum(_in_memory(unit) for unit in work.units if unit.input.block == block)
+        for block in {unit.input.block for unit in work.units}
+    }
+    largest = sorted(numbers.values(), reverse=True)[:2]
+    others = max((mine[block].slot_bytes for block in mine if block.layer != TRUNK), default=0)
+    return max(read, 2 * sum(largest) + others)
+
+
+def _in_memory(unit: Unit) -> int:
+    target = unit.target
+    as_floats = target.kind == "int" and target.bits > 4 and not target.symmetric
+    return 4 * unit.numbers if as_floats else unit.numbers * 5 // 4
+
+
+def _step_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Activations of one sequence in plain torch, f32, with what goes in and comes out."""
+    width = _ACTIVATION_COPIES * spec.activation_width + 4 * spec.hidden_size
+    scores = 4 * spec.attention_heads * tokens * tokens
+    pieces = 4 * spec.piece_width * min(tokens, CHUNK_TOKENS)
+    return 4 * width * tokens + 2 * min(scores, ATTENTION_WORKSPACE_BYTES) + pieces
+
+
+def _checked(plan: MemoryPlan, budget: int) -> MemoryPlan:
+    if plan.total > budget:
+        parts = f"{format_bytes(plan.stores)} for blocks, {format_bytes(plan.work)} for a weight"
+        if plan.batch:
+            parts += f", {format_bytes(plan.statistics)} for statistics of its inputs"
+            parts += f", {format_bytes(plan.activations)} for one sequence"
+        raise BudgetError(
+            f"{format_bytes(budget)} of host memory were given, and quantising this model takes "
+            f"{format_bytes(plan.total)} ({parts}): give --host-memory {plan.total} or more"
+        )
+    return plan

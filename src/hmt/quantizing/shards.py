@@ -1,0 +1,114 @@
+"""One safetensors file of known tensors, written in any order, complete or not there at all."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from hmt.base.errors import DiskWriteError, os_reason
+from hmt.base.folders import sync_folder
+from hmt.formats.safetensors import DTYPE_BITS
+
+Entries = Mapping[str, tuple[str, tuple[int, ...]]]  # (dtype as in safetensors, shape) by name
+
+_PARTIAL: Final = ".partial"
+_SYNC_BYTES: Final = 64 << 20  # that may wait for the disk: dirty pages count as a limit's memory
+
+
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raise DiskWriteError for an OSError, saying `what` failed and that nothing is lost."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskWriteError(
+            f"{what} failed: {os_reason(error)}; see to that and run the same command again: it "
+            "goes on where it stopped"
+        ) from error
+
+
+class ShardWriter:
+    """A file `path` of `entries`, which appears once it is complete and durable."""
+
+    def __init__(self, path: Path, entries: Entries) -> None:
+        """Begin it anew.  Raises DiskWriteError.  Must be finished or closed."""
+        self._path = path
+        self._partial = path.with_name(path.name + _PARTIAL)
+        self._at: dict[str, tuple[int, int]] = {}
+        header, end = self._header(entries)
+        self._unsynced = 0
+        with writing(f"writing {self._partial}"):
+            self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                self._pwrite(header, 0)
+                os.ftruncate(self._file, len(header) + end)
+            except BaseException:
+                os.close(self._file)
+                raise
+
+    def _header(self, entries: Entries) -> tuple[bytes, int]:
+        """The header's bytes, and those of all numbers; wide numbers come first, so all align."""
+        ordered = sorted(entries, key=lambda name: (-DTYPE_BITS[entries[name][0]], name))
+        said: dict[str, Any] = {}
+        end = 0
+        for name in ordered:
+            dtype, shape = entries[name]
+            begin, end = end, end + prod(shape) * DTYPE_BITS[dtype] // 8
+            said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps({"__metadata__": {"format": "pt"}} | said).encode()
+        text += b" " * (-len(text) % 64 + 56)  # numbers begin at a multiple of 64
+        for name, entry in said.items():
+            begin, stop = entry["data_offsets"]
+            self._at[name] = (8 + len(text) + begin, stop - begin)
+        return len(text).to_bytes(8, "little") + text, end
+
+    def write(self, name: str, numbers: Tensor) -> None:
+        """All of tensor `name`.  Raises DiskWriteError."""
+        content = bytes_of(numbers)
+        self.write_bytes(name, 0, content)
+
+    def write_bytes(self, name: str, at: int, content: memoryview) -> None:
+        """Some bytes of tensor `name`, from its byte `at` on.  Raises DiskWriteError."""
+        place, nbytes = self._at[name]
+        if at + len(content) > nbytes:
+            raise AssertionError(f"{name} has {nbytes} bytes, not {at + len(content)}")
+        with writing(f"writing {self._partial}"):
+            self._pwrite(content, place + at)
+            self._unsynced += len(content)
+            if self._unsynced >= _SYNC_BYTES:
+                sync_and_forget(self._file)
+                self._unsynced = 0
+
+    def _pwrite(self, content: bytes | memoryview, at: int) -> None:
+        view = memoryview(content)
+        while view:
+            done = os.pwrite(self._file, view, at)
+            view, at = view[done:], at + done
+
+    def finish(self) -> None:
+        """Make it durable and let it appear.  Raises DiskWriteError."""
+        with writing(f"writing {self._path}"):
+            sync_and_forget(self._file)
+            self._partial.rename(self._path)
+            sync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Close the file; one that is not finished stays, and is begun anew the next time."""
+        os.close(self._file)
+
+
+def bytes_of(numbers: Tensor) -> memoryview:
+    """The bytes of a tensor: its own, where it is contiguous."""
+    return numbers.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def sync_and_forget(file: int) -> None:
+    """Make a file's bytes durable, and drop them from the page cache.  Raises OSError."""
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,191 @@
+"""What is quantised of a checkpoint, layer by layer, and what is copied as it is."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from hmt.base.errors import CheckpointError, ConfigError
+from hmt.contracts.blocks import TRUNK, BlockId, BlockSpec, Role
+from hmt.contracts.checkpoint import Checkpoint, TensorRecord
+from hmt.contracts.model import ModelSpec
+from hmt.quant import Sensitive
+from hmt.quant.methods.interface import Target
+from hmt.quantizing.options import QuantizeOptions
+from hmt.quantizing.structure import Place, leaders
+from hmt.weights.binding import BoundBlock, BoundParam
+
+_WEIGHT: Final = ".weight"
+_SCALES: Final = "_scale_inv"  # of FP8 in tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One linear layer as it is published, which may be several parameters of a block.
+
+    module    its name in the checkpoint, without ".weight"
+    shape     (outputs, inputs) of all of it
+    places    its parameters, in the order of their rows
+    input     where its input is recorded
+    target    its form
+    scales    dtype of scales of integers, as in safetensors: f32 for such numbers, else bf16
+    """
+
+    module: str
+    shape: tuple[int, int]
+    places: tuple[Place, ...]
+    input: Place
+    target: Target
+    scales: str
+
+    @property
+    def numbers(self) -> int:
+        """How many weights it has."""
+        return self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """A layer, or with index TRUNK everything else.
+
+    units    that are quantised, in the order of the layer's blocks
+    copied   tensors that stay as they are
+    kept     modules that could have been quantised, with the reason why not
+    """
+
+    index: int
+    units: tuple[Unit, ...]
+    copied: tuple[TensorRecord, ...]
+    kept: Mapping[str, str]
+
+    @property
+    def ignored(self) -> list[str]:
+        """Modules that may be linear layers to others, and stay as they are."""
+        matrices = (r for r in self.copied if len(r.shape) == 2 and r.name.endswith(_WEIGHT))
+        head = ["lm_head"] if self.index == TRUNK else []  # there is one where it is tied, too
+        return sorted({*head, *(_module(record.name) for record in matrices)})
+
+
+def plan_work(
+    spec: ModelSpec,
+    checkpoint: Checkpoint,
+    bound: Mapping[BlockId, BoundBlock],
+    sensitive: Sensitive,
+    options: QuantizeOptions,
+) -> list[LayerWork]:
+    """Work by layer, in order, and that of the trunk last.
+
+    Raises CheckpointError where the checkpoint is quantised already in a way that is not read as
+    numbers, and ConfigError where nothing would be quantised.
+    """
+    _check_source(checkpoint)
+    blocks = {block.id: block for block in spec.blocks}
+    taken: set[str] = set()
+    works = []
+    for index in range(spec.layers):
+        mine = [block for block in bound.values() if block.id.layer == index]
+        works.append(_layer(index, mine, blocks, checkpoint, sensitive, options, taken))
+    rest = [record for name, record in checkpoint.records.items() if name not in taken]
+    kept = {}
+    for block in bound.values():
+        if block.id.layer == TRUNK:
+            for param in block.params:
+                if param.spec.role is Role.LINEAR:
+                    kept[_module(param.source)] = "the output layer"
+    works.append(LayerWork(TRUNK, (), tuple(_numbers(rest)), kept))
+    if not any(work.units for work in works):
+        raise ConfigError(
+            f"nothing of {checkpoint.path} would be quantised: every linear layer is kept; leave "
+            "some --keep out"
+        )
+    return works
+
+
+def _check_source(checkpoint: Checkpoint) -> None:
+    if checkpoint.vocabulary is not None:
+        raise CheckpointError(
+            f"{checkpoint.path} is a GGUF file: quantise the safetensors folder of this model"
+        )
+    config = checkpoint.config.get("quantization_config")
+    method = config.get("quant_method") if isinstance(config, Mapping) else None
+    if method is not None and not (method == "fp8" and checkpoint.fp8_tile):
+        raise CheckpointError(
+            f"{checkpoint.path} is quantised already, as {method}: quantise the model as it was "
+            "first published, in 16 bits or in FP8 tiles"
+        )
+
+
+def _layer(
+    index: int,
+    bound: Iterable[BoundBlock],
+    specs: Mapping[BlockId, BlockSpec],
+    checkpoint: Checkpoint,
+    sensitive: Sensitive,
+    options: QuantizeOptions,
+    taken: set[str],
+) -> LayerWork:
+    units: list[Unit] = []
+    kept: dict[str, str] = {}
+    records: dict[str, TensorRecord] = {}
+    for block in bound:
+        leading = leaders([param.name for param in specs[block.id].params])
+        for params in _by_tensor(block):
+            names = [name for param in params for name in param.tensors]
+            own = {name: checkpoint.records[name] for name in names if name not in taken}
+            found = _unit(block.id, params, leading, checkpoint, sensitive, options)
+            if isinstance(found, Unit):
+                units.append(found)
+                taken.update(own)
+                continue
+            if found:
+                kept[_module(params[0].tensors[0])] = found
+            records |= own
+    taken.update(records)
+    return LayerWork(index, tuple(units), tuple(_numbers(records.values())), kept)
+
+
+def _by_tensor(block: BoundBlock) -> list[list[BoundParam]]:
+    """A block's parameters, those together that are rows of one tensor."""
+    found: dict[str, list[BoundParam]] = {}
+    for param in block.params:
+        found.setdefault(param.source, []).append(param)
+    return list(found.values())
+
+
+def _unit(
+    block: BlockId,
+    params: list[BoundParam],
+    leading: Mapping[str, str],
+    checkpoint: Checkpoint,
+    sensitive: Sensitive,
+    options: QuantizeOptions,
+) -> Unit | str:
+    """What is quantised; else why a linear layer is not, or "" where it is none."""
+    first = params[0]
+    if any(param.spec.role is not Role.LINEAR for param in params):
+        return ""
+    record = checkpoint.records[first.tensors[0]]
+    rows = sum(param.spec.shape[0] for param in params)
+    columns = first.spec.shape[1]
+    if record.shape != (rows, columns) or not record.name.endswith(_WEIGHT):
+        return "published in another form than a matrix of its own"
+    if any(sensitive.keeps(param.spec, block) for param in params):
+        return "named in sensitive_layers.json"
+    module = _module(record.name)
+    target = options.target_of(module, columns)
+    if target is None:
+        return "kept as asked" if columns % max(1, options.target.group_size) == 0 else "its width"
+    params = sorted(params, key=lambda param: param.spec.rows or (0, 0))
+    places = tuple(Place(block, param.spec.name) for param in params)
+    # Methods give scales that bf16 has; f16 has not all of them.
+    scales = "F32" if record.dtype == "F32" else "BF16"
+    leader = Place(block, leading[places[0].name])
+    return Unit(module, (rows, columns), places, leader, target, scales)
+
+
+def _module(tensor: str) -> str:
+    return tensor.removesuffix(_WEIGHT)
+
+
+def _numbers(records: Iterable[TensorRecord]) -> list[TensorRecord]:
+    """Without scales of FP8, which is written in 16 bits."""
+    return [record for record in records if not record.name.endswith(_SCALES)]
