@@ -16,11 +16,11 @@ from hmt.quant.packed import pack_groups
 # Rows are converted this many numbers at a time.  About ten f32 copies are alive (10 MiB), which
 # is small beside any block, and the search runs mostly in the cache.
 _CHUNK_NUMBERS = 1 << 18
-# Scales that are tried for a group, as multiples of -peak / 8, where peak is the number of largest
-# magnitude: at 1 it becomes code -8.  Smaller ones clip it in favour of the others; negative ones
-# give it a positive code.  On a trained model's weights the squared error is 0.697 of plain
-# max / 7 rounding with groups of 32 or 64 and 0.679 with 128; a grid of 132 factors reaches
-# 0.696 and 0.676.
+# Scales that are tried for a group of 4-bit codes, as multiples of -peak / 8, where peak is the
+# number of largest magnitude: at 1 it becomes code -8.  Smaller ones clip it in favour of the
+# others; negative ones give it a positive code.  On a trained model's weights the squared error is
+# 0.697 of plain max / 7 rounding with groups of 32 or 64 and 0.679 with 128; a grid of 132 factors
+# reaches 0.696 and 0.676.
 _FACTORS = (0.78, 0.82, 0.86, 0.9, 0.94, 0.98, 1.02, 1.06, -1.1, -1.14)
 
 
@@ -58,7 +58,8 @@ def quantize(source: WeightTensor, target: WeightTensor) -> None:
         elif target.encoding is Encoding.MXFP4:
             codes, scales = round_mxfp4(groups)
         else:
-            codes, scales = _round_groups(groups, target.scales.dtype)
+            codes, scales = round_groups(groups, target.scales.dtype)
+            codes = codes.add_(8).to(torch.uint8)
         panels = slice(rows.start // PANEL_ROWS, -(-rows.stop // PANEL_ROWS))
         target.data[panels] = pack_codes(codes.view(values.shape))
         target.scales[panels] = pack_groups(scales.view(len(values), -1))
@@ -72,34 +73,61 @@ def _peak(source: WeightTensor) -> Tensor:
     return torch.stack(peaks).amax()
 
 
-def _round_groups(values: Tensor, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round each row of f32 [groups, size]: (codes + 8, uint8 [groups, size], scales [groups])."""
+def round_groups(
+    values: Tensor,
+    scale_dtype: torch.dtype,
+    bits: int = 4,
+    importance: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Round each row of f32 [groups, size] to codes from -2^(bits - 1) with the best scale.
+
+    Gives (codes f32 [groups, size], scales [groups] of `scale_dtype`); bits from 2 to 7.
+    `importance`, f32 [groups, size] or broadcast to it, is what each squared error counts.
+    """
+    half = 1 << bits - 1
     peak = values.gather(1, values.abs().argmax(1, keepdim=True))
     # Relative to the peak nothing can overflow, and every factor is one number for all groups.
     relative = values / peak.masked_fill(peak == 0, 1)
-    scales = _search_scales(relative)
-    codes = _round(relative, scales)
+    scales = _search_scales(relative, half, importance)
+    codes = _round(relative, scales, half)
     # The scale that is best for these codes, rounded as it will be stored, then the codes that are
     # best for that scale.
-    scales = (relative * codes).sum(1) / codes.square().sum(1).clamp_min(1)
+    if importance is None:
+        scales = (relative * codes).sum(1) / codes.square().sum(1).clamp_min(1)
+    else:
+        squares = (importance * codes.square()).sum(1)
+        scales = (importance * relative * codes).sum(1) / squares.masked_fill(squares == 0, 1)
     stored = (scales * peak[:, 0]).to(scale_dtype)
     divisors = stored.float().masked_fill(stored == 0, 1)
-    return _round(values, divisors).add_(8).to(torch.uint8), stored
+    return _round(values, divisors, half), stored
 
 
-def _search_scales(relative: Tensor) -> Tensor:
+def _search_scales(relative: Tensor, half: int, importance: Tensor | None) -> Tensor:
     """The scale of least squared error for each row of [groups, size], among the factors."""
+    factors = _factors(half)
     codes = torch.empty_like(relative)
-    errors = torch.empty(len(_FACTORS), len(relative))
-    for factor, error in zip(_FACTORS, errors, strict=True):
-        torch.mul(relative, -8 / factor, out=codes)
-        codes.round_().clamp_(-8, 7)
-        torch.sum(codes.mul_(factor / 8).add_(relative).square_(), dim=1, out=error)
-    return torch.tensor(_FACTORS)[errors.argmin(0)].div_(-8)
+    errors = torch.empty(len(factors), len(relative), device=relative.device)
+    for factor, error in zip(factors, errors, strict=True):
+        torch.mul(relative, -half / factor, out=codes)
+        codes.round_().clamp_(-half, half - 1)
+        codes.mul_(factor / half).add_(relative).square_()
+        if importance is not None:
+            codes.mul_(importance)
+        torch.sum(codes, dim=1, out=error)
+    return torch.tensor(factors, device=relative.device)[errors.argmin(0)].div_(-half)
 
 
-def _round(relative: Tensor, scales: Tensor) -> Tensor:
-    return relative.div(scales[:, None]).round_().clamp_(-8, 7)
+def _factors(half: int) -> tuple[float, ...]:
+    """Multiples of -peak / half: the fewer bits, the more is clipped."""
+    if half == 8:
+        return _FACTORS
+    low = max(0.3, 1 - 1.8 / half)
+    steps = [low + (1.06 - low) * step / 11 for step in range(12)]
+    return (*steps, *(-half / (half - 1) * shrink for shrink in (0.8, 0.9, 0.965, 1)))
+
+
+def _round(relative: Tensor, scales: Tensor, half: int) -> Tensor:
+    return relative.div(scales[:, None]).round_().clamp_(-half, half - 1)
 
 
 def _row_chunks(weight: WeightTensor) -> Iterator[slice]:

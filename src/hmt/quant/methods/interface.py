@@ -69,19 +69,25 @@ class QuantizedWeight:
     zero_points: Tensor | None = None
     global_scale: Tensor | None = None
 
+    def steps(self) -> Tensor:
+        """f32 [outputs, groups]: what a code is multiplied with."""
+        if self.target.kind == "mxfp4":
+            return torch.exp2(self.scales.float() - 127)
+        if self.global_scale is not None:
+            return self.scales.float() * self.global_scale
+        return self.scales.float()
+
     def dequantized(self) -> Tensor:
         """f32 [outputs, inputs]: the numbers that the codes stand for."""
-        steps = self.scales.float()
-        if self.target.kind == "mxfp4":
-            steps = torch.exp2(steps - 127)
-        if self.global_scale is not None:
-            steps = steps * self.global_scale
-        is_int = self.target.kind == "int"
-        numbers = self.codes.float() if is_int else fp4_numbers(self.codes)
-        groups = numbers.view(*steps.shape, -1)
-        if self.zero_points is not None:
-            groups = groups - self.zero_points.float()[..., None]
-        return (groups * steps[..., None]).view(self.codes.shape)
+        steps = self.steps()
+        grouped = self.codes.view(*steps.shape, -1)
+        if self.target.kind != "int":
+            numbers = fp4_numbers(grouped)
+        elif self.zero_points is None:
+            numbers = grouped.float()
+        else:
+            numbers = grouped.float() - self.zero_points.float()[..., None]
+        return (numbers * steps[..., None]).view(self.codes.shape)
 
 
 class Method(Protocol):
