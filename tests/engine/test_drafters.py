@@ -26,7 +26,7 @@ from hmt.engine.speculation.draft_model import Prediction
 from hmt.engine.speculation.model_proposers import FirstOf, NextTokenProposer
 from hmt.kernels import ops
 from hmt.kernels.cpu import extension
-from hmt_bench.open_gate import UpTo
+from hmt_bench.open_gate import OpenGate, UpTo
 
 OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "max_prefill_tokens": 64, "context": 1024}
 WAYS: dict[str, dict[str, Any]] = {

@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from hmt.quantizing import Quantized
 
 _INTERRUPTED = 130  # as shells count: 128 + SIGINT
+_METHODS = (
+    "How weights are rounded: rtn, to the nearest; or gptq, which lets inputs make up for what "
+    "others lost by rounding."
+)
 _NAMED = 5  # weights that are named, of those with a note
 
 
 def quantize(
     model: Annotated[Path, typer.Argument(help="Folder of a checkpoint in 16 bits, or in FP8.")],
     out: Annotated[Path, typer.Argument(help="Folder to make; of compressed-tensors.")],
-    method: Annotated[str, typer.Option(help="How weights are rounded: rtn (to nearest).")] = "rtn",
+    method: Annotated[str, typer.Option(help=_METHODS)] = "rtn",
     form: Annotated[str, typer.Option("--format", help="int, nvfp4 or mxfp4.")] = "int",
     bits: Annotated[
         int | None, typer.Option(help="Of an integer, 2 to 8; 4 when left out.")

@@ -93,7 +93,10 @@ class QuantizedWeight:
 class Method(Protocol):
     """A method that quantises one weight at a time."""
 
-    needs: Needs
+    @property
+    def needs(self) -> Needs:
+        """What it wants to know of the inputs."""
+        ...
 
     def quantize(self, weight: Tensor, inputs: Statistics, target: Target) -> QuantizedWeight:
         """weight f32 [outputs, inputs], not changed."""
