@@ -32,7 +32,7 @@ from hmt.models.vision import opening
 
 IMAGES = [picture(37, 21), picture(18, 50, 1)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 512, "max_batch": 4}
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "glm4v", "llava-olmo2")
 
 
 def words(count: int, seed: int) -> list[int]:

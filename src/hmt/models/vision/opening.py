@@ -29,6 +29,7 @@ _OF_GRIDS: Final = (
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "glm4v",
     "glm4v_moe",
     "glm46v",
 )
@@ -155,7 +156,12 @@ def _check_text(model: Model, *, axes: bool) -> None:
     axes   whether its positions must have three axes
     """
     if not isinstance(model, Decoder):
-        raise CheckpointError("its language model runs through transformers' modules")
+        from hmt.models.fallback.model import Fallback
+        from hmt.models.fallback.whole import WholeForward
+
+        assert isinstance(model, Fallback | WholeForward)
+        model.check_embedded(axes=axes)
+        return
     if model.spec.row_lookups:
         raise CheckpointError("its layers look tokens up by themselves")
     if axes and not model.rotaries:
