@@ -25,10 +25,16 @@ from hmt.contracts.store import KVCache, Weights
 from hmt.models.config import Config
 from hmt.models.fallback import key_map, module_tree
 from hmt.models.fallback.blocks import BlockMaker, Parts, split_blocks, units
-from hmt.models.fallback.call_context import Call, CallContext, StoppedError, in_context
+from hmt.models.fallback.call_context import (
+    Call,
+    CallContext,
+    StoppedError,
+    in_context,
+    inputs_of,
+    positions_of,
+)
 from hmt.models.fallback.device_cache import Known, moved_to
 from hmt.models.fallback.features import encoder, not_followed
-from hmt.models.fallback.inputs import inputs_of, positions_of
 from hmt.models.fallback.interfaces import OneSequence
 from hmt.models.fallback.lengths import border_in, by_length, check_share, lengths_of
 from hmt.models.fallback.modules import Layer, Stage

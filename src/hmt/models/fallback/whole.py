@@ -24,10 +24,15 @@ from hmt.contracts.store import KVCache, Weights
 from hmt.models.config import Config
 from hmt.models.fallback import module_tree
 from hmt.models.fallback.blocks import BlockMaker
-from hmt.models.fallback.call_context import CallContext, StoppedError, in_context
+from hmt.models.fallback.call_context import (
+    CallContext,
+    StoppedError,
+    in_context,
+    inputs_of,
+    positions_of,
+)
 from hmt.models.fallback.device_cache import CPU
 from hmt.models.fallback.features import not_followed
-from hmt.models.fallback.inputs import inputs_of, positions_of
 from hmt.models.fallback.lengths import border_in, lengths_of
 from hmt.models.fallback.passage import Passage
 from hmt.models.fallback.rehearsal import call_base, check_embedded, open_tree
