@@ -31,6 +31,12 @@ _QWEN25 = _GRID | {
     "depth": 2, "hidden_size": 16, "intermediate_size": 24, "window_size": 16,
     "fullatt_block_indexes": [1],
 }  # fmt: skip
+_EXAONE = {
+    "model_type": "exaone4",
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}
+_EXAONE_TOWER = _QWEN25 | {"model_type": "exaone4_5_vision", "num_key_value_heads": 2}
 _QWEN3 = _GRID | {
     "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0, 2],
@@ -53,6 +59,9 @@ _GLM_TEXT = {
     "rope_parameters": _turned([2, 1, 1], partial_rotary_factor=0.5), "head_dim": 16,
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_GLM_DENSE = {
+    "rope_parameters": _turned([2, 1, 1], partial_rotary_factor=0.5), "head_dim": 16,
 }  # fmt: skip
 _GLM_TOKENS = {"image_token_id": IMAGE, "image_start_token_id": BEGIN, "image_end_token_id": END}
 _QWEN35 = {name: size for name, size in _QWEN3.items() if name != "deepstack_visual_indexes"}
@@ -141,6 +150,32 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         _GLM | {"num_heads": 1, "patch_size": 2},
         _GLM_TOKENS,
     ),
+    "glm4v": ("glm4v", _GLM_DENSE, _GLM, _GLM_TOKENS),
+    "glm4v-biased": (
+        "glm4v",
+        _GLM_DENSE | {"attention_bias": True, "num_key_value_heads": 4},
+        _GLM | {"attention_bias": True, "depth": 3},
+        _GLM_TOKENS,
+    ),
+    "glm4v-wide": (
+        "glm4v",
+        _GLM_DENSE | {"rope_parameters": _turned([1, 1, 2], partial_rotary_factor=0.5)},
+        _GLM | {"num_heads": 1, "patch_size": 2},
+        _GLM_TOKENS | {"tie_word_embeddings": True},
+    ),
+    "exaone4_5": ("exaone4_5", _EXAONE, _EXAONE_TOWER, {"image_token_id": IMAGE}),
+    "exaone4_5-windows": (
+        "exaone4_5",
+        _EXAONE | {"sliding_window": 12, "sliding_window_pattern": 2},
+        _EXAONE_TOWER | {"depth": 3, "window_size": 32, "num_key_value_heads": 1},
+        {"image_token_id": IMAGE},
+    ),
+    "exaone4_5-tied": (
+        "exaone4_5",
+        _EXAONE | {"num_key_value_heads": 4},
+        _EXAONE_TOWER | {"patch_size": 2, "fullatt_block_indexes": [0]},
+        {"image_token_id": IMAGE, "tie_word_embeddings": True},
+    ),
     "llava": ("llava", {"model_type": "llama"}, _CLIP, {"image_token_index": IMAGE}),
     "llava-mistral": (
         "llava",
@@ -148,6 +183,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         _CLIP | {"num_hidden_layers": 2},
         {"image_token_index": IMAGE, "vision_feature_select_strategy": "full"},
     ),
+    "llava-olmo2": ("llava", {"model_type": "olmo2"}, _CLIP, {"image_token_index": IMAGE}),
     "llava-siglip": (
         "llava",
         {"model_type": "qwen2"},

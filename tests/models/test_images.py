@@ -32,7 +32,7 @@ from hmt.models.vision import opening
 
 IMAGES = [picture(37, 21), picture(18, 50, 1)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 512, "max_batch": 4}
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "glm4v")
 
 
 def words(count: int, seed: int) -> list[int]:
@@ -115,12 +115,13 @@ def prompt_of(model: hmt.LoadedModel) -> list[int]:
     return whole
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", (*FAMILIES, "exaone4_5"))
 def test_budgets_change_no_bit_and_chunks_nothing(name: str, folder_of: Any) -> None:
     _, folder = folder_of(name)
     found = []
+    small = (1750 if name == "exaone4_5" else 1600) << 10
     for memory, chunk, executor in (
-        (64 << 20, 16, "overlapped"), (1600 << 10, 16, "overlapped"), (64 << 20, 16, "plain"),
+        (64 << 20, 16, "overlapped"), (small, 16, "overlapped"), (64 << 20, 16, "plain"),
         (64 << 20, 48, "overlapped"),
     ):  # fmt: skip
         options = OPTIONS | {"context": 256, "max_batch": 1, "executor": executor}

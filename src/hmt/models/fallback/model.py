@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from hmt.base.errors import CheckpointError
@@ -24,8 +25,15 @@ from hmt.contracts.store import KVCache, Weights
 from hmt.models.config import Config
 from hmt.models.fallback import key_map, module_tree
 from hmt.models.fallback.blocks import BlockMaker, Parts, split_blocks, units
-from hmt.models.fallback.call_context import Call, CallContext, StoppedError, in_context
-from hmt.models.fallback.device_cache import CPU, Known, moved_to
+from hmt.models.fallback.call_context import (
+    Call,
+    CallContext,
+    StoppedError,
+    in_context,
+    inputs_of,
+    positions_of,
+)
+from hmt.models.fallback.device_cache import Known, moved_to
 from hmt.models.fallback.features import encoder, not_followed
 from hmt.models.fallback.interfaces import OneSequence
 from hmt.models.fallback.lengths import border_in, by_length, check_share, lengths_of
@@ -91,6 +99,31 @@ class Fallback(Model):
         self._known: Known = {}  # what calls hold, where layers compute
         self._try_behind()
         warn_once(f"fallback {architecture}", f"{architecture} {REMARK}")
+
+    def check_embedded(self, *, axes: bool) -> None:
+        """Raise CheckpointError unless it computes from embeddings, too, as those of images.
+
+        axes   and from positions of three axes
+        """
+        positions = torch.arange(3)
+        ids, layers = positions[None] + 2, len(self._parts.layers)
+        given: list[list[Any]] = []
+        for embedded in (False, True):
+            cache = OneSequence(None, layers) if self._tree.own_attention else None
+            record = ModelTrace(layers, self.spec.hidden_size)
+            work = CallContext(None, record=record, ends=layers - 1, lengths=positions + 1)
+            try:
+                with in_context(work), suppress(StoppedError), torch.no_grad():
+                    inputs = {"input_ids": ids}
+                    if embedded:
+                        inputs = {"inputs_embeds": self._tree.model.get_input_embeddings()(ids)}
+                    places = positions.expand(3, -1) if axes and embedded else positions
+                    self._tree.base(**inputs, **call_surroundings(self._tree, places, cache))
+            except Exception as error:  # of transformers' code
+                raise CheckpointError(f"its language model takes tokens alone ({error})") from error
+            given.append([work.calls[index] for index in range(layers)])
+        if not _same(*given):
+            raise CheckpointError("its language model reads tokens besides their embeddings")
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
@@ -188,13 +221,10 @@ class Fallback(Model):
         known, hidden, calls = self._prepared
         if known is not None and known.segments is step.segments:
             return hidden, calls
-        ids, positions = step.token_ids.to(CPU), step.positions.to(CPU)
         parts, calls = [], []
         runs = step.segments if self._tree.own_attention else (None,)
         for run in runs:
-            own = slice(None) if run is None else run.tokens
-            alone = step.segments if run is None else (run,)
-            parts.append(self._around(ids[own], positions[own], run, alone, weights))
+            parts.append(self._around(step, run, weights))
             calls.append(parts[-1].calls)
         first = [call[0] for call in calls]
         hidden = torch.cat([args[0] if args else kw["hidden_states"] for args, kw in first], dim=1)
@@ -204,26 +234,20 @@ class Fallback(Model):
     def _lengths(self, runs: tuple[Segment, ...]) -> Tensor | None:
         return None if self._border is None else lengths_of(runs)
 
-    def _around(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        run: Segment | None,
-        runs: tuple[Segment, ...],
-        weights: Weights,
-    ) -> CallContext:
-        """Run what is around the layers, for the tokens of `runs`.
+    def _around(self, step: Step, run: Segment | None, weights: Weights) -> CallContext:
+        """Run what is around the layers, for the tokens of a step.
 
-        run   the only one, where the model's own code computes attention
+        run   the only one that is meant, where the model's own code computes attention
         """
         cache = None
         if self._tree.own_attention:
             cache = OneSequence(run, len(self._parts.layers))
-        options = call_surroundings(self._tree, positions, cache)
-        lengths = self._lengths(runs)
+        tokens = slice(None) if run is None else run.tokens
+        options = call_surroundings(self._tree, positions_of(step, tokens), cache)
+        lengths = self._lengths(step.segments if run is None else (run,))
         work = CallContext(weights, ends=len(self._parts.layers) - 1, lengths=lengths)
         with in_context(work), suppress(StoppedError):
-            self._tree.base(input_ids=ids[None], **options)
+            self._tree.base(**inputs_of(self._tree.model, step, tokens), **options)
         return work
 
 
@@ -298,6 +322,18 @@ def _called(layer: Layer, call: Call, hidden: Tensor, known: Known) -> Tensor:
         result = layer(hidden_states=hidden[None], **others)
     found: Tensor = result[0] if isinstance(result, tuple) else result
     return found[0]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether layers were called with the same tensors, wherever these are."""
+    first, second = (
+        [leaf for leaf in tree_leaves(calls) if isinstance(leaf, Tensor)] for calls in (one, other)
+    )
+    return len(first) == len(second) and all(
+        torch.equal(left, right)
+        for left, right in zip(first, second, strict=True)
+        if left.is_floating_point()
+    )
 
 
 def _answering(count: int) -> Callable[[Tensor], Any]:

@@ -8,13 +8,15 @@ anything that passes between tokens by another way, or in another direction, is 
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from hmt.base.errors import CheckpointError
 from hmt.base.log import logger
 from hmt.models.config import Config
 from hmt.models.fallback import key_map, module_tree
@@ -77,14 +79,20 @@ def open_tree(config: Config, architecture: str, dtype: torch.dtype) -> Whole:
     return Whole(tree, parts, sight, slots, published, tied, hidden_size, ignored)
 
 
-def call_base(tree: WholeTree, ids: Tensor, positions: Tensor, cache: SequenceCache) -> Tensor:
-    """Hidden states [1, tokens, hidden_size] behind the last layer's norm."""
+def call_base(
+    tree: WholeTree, inputs: Mapping[str, Tensor], positions: Tensor, cache: SequenceCache
+) -> Tensor:
+    """Hidden states [1, tokens, hidden_size] behind the last layer's norm.
+
+    inputs      tokens or their embeddings (`inputs_of`)
+    positions   int64 [tokens], or [3, tokens] of three axes
+    """
     known = inspect.signature(tree.base.forward).parameters
     name = next((each for each in _CACHES if each in known), _CACHES[0])
     options: dict[str, Any] = {"use_cache": True, "return_dict": True, name: cache}
     if tree.takes_positions:
-        options["position_ids"] = positions[None] + tree.first_position
-    result: Tensor = tree.base(input_ids=ids[None], **options)[0]
+        options["position_ids"] = positions.unsqueeze(-2) + tree.first_position
+    result: Tensor = tree.base(**inputs, **options)[0]
     return result
 
 
@@ -163,7 +171,8 @@ def _run(
         positions = torch.tensor(part)
         lengths = positions + 1
         with in_context(CallContext(None, record=sight, lengths=lengths)):
-            out.append(call_base(tree, _some_tokens(tree, positions), positions, cache))
+            tokens = {"input_ids": _some_tokens(tree, positions)[None]}
+            out.append(call_base(tree, tokens, positions, cache))
         for layer in range(len(cache.layers)):
             new = cache.kept_rows(layer)
             if any(each.shape[2] != len(part) or len(each) != 1 for each in new):
@@ -173,6 +182,30 @@ def _run(
                 rows[layer] = tuple(torch.cat(pair, 2) for pair in zip(old, new, strict=True))
         states = list(cache.states())
     return torch.cat(out, dim=1), _slots(rows, states, stages)
+
+
+def check_embedded(tree: WholeTree, *, axes: bool) -> None:
+    """Raise CheckpointError unless a model makes of tokens' embeddings what it makes of tokens.
+
+    axes   and has positions of three axes, which agree for text
+    """
+    if axes and not tree.takes_positions:
+        raise CheckpointError("its language model counts positions by itself")
+    positions = torch.arange(_TOKENS)
+    ids = _some_tokens(tree, positions)[None]
+    table = cast(PreTrainedModel, tree.base).get_input_embeddings()
+    found = []
+    for embedded in (False, True):
+        cache = SequenceCache(tree.model.config, 0, lambda layer: ())
+        work = CallContext(None, record=Sight(), lengths=positions + 1)
+        with in_context(work), torch.no_grad():
+            inputs = {"input_ids": ids}
+            if embedded:
+                inputs = {"inputs_embeds": table(ids)}
+            places = positions.expand(3, -1) if axes and embedded else positions
+            found.append(call_base(tree, inputs, places, cache))
+    if _differ(*found):
+        raise CheckpointError("its language model reads tokens besides their embeddings")
 
 
 def _some_tokens(tree: WholeTree, positions: Tensor) -> Tensor:

@@ -229,10 +229,10 @@ def _run(
 
 
 def call_surroundings(tree: Tree, positions: Tensor, cache: OneSequence | None) -> dict[str, Any]:
-    """What the model is called with besides tokens; positions int64 [tokens]."""
+    """What the model is called with besides tokens; positions int64 [tokens] or [3, tokens]."""
     options: dict[str, Any] = {"use_cache": cache is not None, "return_dict": True}
     if cache is not None:
         options["cache"] = cache
     if tree.takes_positions:
-        options["position_ids"] = positions[None]
+        options["position_ids"] = positions.unsqueeze(-2)
     return options

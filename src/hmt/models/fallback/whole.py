@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from typing_extensions import override
 
+from hmt.base.errors import CheckpointError
 from hmt.base.log import warn_once
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind
 from hmt.contracts.model import Model, ModelSpec
@@ -23,12 +24,18 @@ from hmt.contracts.store import KVCache, Weights
 from hmt.models.config import Config
 from hmt.models.fallback import module_tree
 from hmt.models.fallback.blocks import BlockMaker
-from hmt.models.fallback.call_context import CallContext, StoppedError, in_context
+from hmt.models.fallback.call_context import (
+    CallContext,
+    StoppedError,
+    in_context,
+    inputs_of,
+    positions_of,
+)
 from hmt.models.fallback.device_cache import CPU
 from hmt.models.fallback.features import not_followed
 from hmt.models.fallback.lengths import border_in, lengths_of
 from hmt.models.fallback.passage import Passage
-from hmt.models.fallback.rehearsal import call_base, open_tree
+from hmt.models.fallback.rehearsal import call_base, check_embedded, open_tree
 from hmt.models.fallback.sequence_cache import Rows, SequenceCache
 from hmt.models.fallback.sizes import REMARK, UNCAPTURED, longest_context
 from hmt.models.fallback.whole_tree import Sight
@@ -128,6 +135,15 @@ class WholeForward(Model):
         self._try_behind()
         warn_once(f"fallback {architecture}", f"{architecture} {REMARK}")
 
+    def check_embedded(self, *, axes: bool) -> None:
+        """Raise CheckpointError unless it computes from embeddings, too, as those of images."""
+        try:
+            check_embedded(self._tree, axes=axes)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of transformers' code
+            raise CheckpointError(f"its language model takes tokens alone ({error})") from error
+
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
         """Nothing yet: the pass begins with the first layer, which keeps the cache's state."""
@@ -191,7 +207,7 @@ class WholeForward(Model):
         return tuple(self._layer_blocks[index])
 
     def _begin(self, step: Step, run: Segment) -> _Pass:
-        ids, positions = (each[run.tokens].to(CPU) for each in (step.token_ids, step.positions))
+        positions = positions_of(step, run.tokens)
         lengths = None if self._border is None else lengths_of((run,))
         work = CallContext(None, step=step, run=run, lengths=lengths)
 
@@ -205,7 +221,8 @@ class WholeForward(Model):
         cache = SequenceCache(self._tree.model.config, run.start, read)
 
         def forward() -> Tensor:
-            return call_base(self._tree, ids, positions, cache)[0]
+            inputs = inputs_of(self._tree.base, step, run.tokens)
+            return call_base(self._tree, inputs, positions, cache)[0]
 
         work.passage = Passage(forward, work)
         return _Pass(run, cache, work, work.passage)

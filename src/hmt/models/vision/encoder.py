@@ -74,6 +74,7 @@ class Encoder:
     axes   gives rotary positions of tokens on three axes (M-RoPE, arXiv 2409.12191), as
            transformers' `get_rope_index`; None: positions have one axis
     together   an image's tokens see each other
+    added      features are added behind the language model's first layers, too
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class Encoder:
         *,
         axes: Any | None = None,
         together: bool = False,
+        added: bool = False,
     ) -> None:
         self.tower = tower
         self._processing = processing
         self._sizes = sizes
         self._axes = axes
-        self._together = together
+        self.together = together
+        self.added = added
         kept, work = self._most(sizes.most_patches)
         self.most_bytes = work + _KEPT * kept + DECODING_BYTES
         usual = min(sizes.most_patches, _USUAL_PIXELS // sizes.patch**2)
@@ -159,7 +162,7 @@ class Encoder:
                 f"the prompt has tokens {held.token} besides those of its images: leave them out"
             )
         spans = tuple(_spans(whole, held.token, images))
-        blocks = tuple((s.offset, s.offset + s.length) for s in spans) if self._together else ()
+        blocks = tuple((s.offset, s.offset + s.length) for s in spans) if self.together else ()
         return ImagePrompt(whole, spans, self._positions(whole, spans, images), blocks)
 
     def encode(self, image: PreparedImage, weights: Weights) -> ImageFeatures:

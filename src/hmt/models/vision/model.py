@@ -6,6 +6,7 @@ from typing_extensions import override
 from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
+from hmt.models.decoder import Decoder
 from hmt.models.forwarding import ForwardingModel
 from hmt.models.vision.encoder import Encoder
 
@@ -19,11 +20,12 @@ class VisionModel(ForwardingModel[Model]):
     def __init__(self, base: Model, encoder: Encoder) -> None:
         super().__init__(base, base.spec)
         self.encoder = encoder
+        self._replaces = not isinstance(base, Decoder)  # in front of what it makes of embeddings
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
         hidden = self._base.embed(step, weights)
-        if step.image_rows is None or step.image_features is None:
+        if step.image_rows is None or step.image_features is None or self._replaces:
             return hidden
         rows = step.image_features.to(hidden.device, hidden.dtype)
         return hidden.index_copy(0, step.image_rows.to(hidden.device), rows)

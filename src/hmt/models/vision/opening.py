@@ -23,15 +23,18 @@ from hmt.models.vision.processing import Processing, with_text
 
 # Whose image processor tells of a grid of patches, and whose positions have three axes.
 _OF_GRIDS: Final = (
+    "exaone4_5",
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "glm4v",
     "glm4v_moe",
     "glm46v",
 )
+_ONE_AXIS: Final = ("exaone4_5",)  # of them, whose tokens of images have places as those of text
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
 # Whose features take the place of embeddings, and nothing else, though their models need more to
 # be called.  Of all types but these three groups it is seen by calling them.
@@ -82,8 +85,13 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         if not any((folder / name).is_file() for name in _PROCESSORS):
             return _without(model, f"there is no preprocessor_config.json in {folder}")
         try:
-            _check_text(model, axes=kind in _OF_GRIDS)
+            _check_text(model, axes=kind in _OF_GRIDS and kind not in _ONE_AXIS)
             encoder = _opened(config, folder, model.dtype)
+            if not isinstance(model, Decoder) and (encoder.together or encoder.added):
+                raise CheckpointError(
+                    "its language model runs through transformers' modules, in which tokens of "
+                    "images see no later ones, and features are added behind no layer"
+                )
         except _WRONG as error:
             logger.debug("images cannot be encoded", exc_info=error)
             said = f"{type(error).__name__}: {error!s:.200}"
@@ -139,8 +147,9 @@ def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Enco
     if kind in _PLAIN:
         encoder = Encoder(tower, processing, _plain_sizes(whole))
     else:
-        axes = tree.model.base_model.get_rope_index
-        encoder = Encoder(tower, processing, _grid_sizes(whole, processor), axes=axes)
+        axes = None if kind in _ONE_AXIS else tree.model.base_model.get_rope_index
+        sizes = _grid_sizes(whole, processor)
+        encoder = Encoder(tower, processing, sizes, axes=axes, added=_added(whole) > 0)
     _check_processor(encoder, whole.vision_config, grid=kind in _OF_GRIDS)
     return encoder
 
@@ -157,7 +166,12 @@ def _check_text(model: Model, *, axes: bool) -> None:
     axes   whether its positions must have three axes
     """
     if not isinstance(model, Decoder):
-        raise CheckpointError("its language model runs through transformers' modules")
+        from hmt.models.fallback.model import Fallback
+        from hmt.models.fallback.whole import WholeForward
+
+        assert isinstance(model, Fallback | WholeForward)
+        model.check_embedded(axes=axes)
+        return
     if model.spec.row_lookups:
         raise CheckpointError("its layers look tokens up by themselves")
     if axes and not model.rotaries:
@@ -194,16 +208,20 @@ def _check_processor(encoder: Encoder, vision: Any, *, grid: bool) -> None:
         raise ValueError(f"its image processor makes images of {list(pixels.shape)}")
 
 
+def _added(config: Any) -> int:
+    """Layers behind which features are added (DeepStack)."""
+    return len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
+
+
 def _grid_sizes(config: Any, processor: Any) -> TowerSizes:
     vision = config.vision_config
-    layers = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     if config.vision_config.model_type != "qwen2_vl_vision":
         width = vision.hidden_size
     return TowerSizes(
         width=width,
         wide=getattr(vision, "intermediate_size", None) or int(4 * width),
-        out_width=config.get_text_config().hidden_size * (1 + layers),
+        out_width=config.get_text_config().hidden_size * (1 + _added(config)),
         patch=vision.patch_size,
         most_patches=int(processor.size["longest_edge"]) // vision.patch_size**2,
         merge=vision.spatial_merge_size,
