@@ -19,7 +19,7 @@ Layouts = Mapping[BlockId, BlockLayout]
 
 # Weights that are rounded at once where rows do not depend on each other.
 ROWS_NUMBERS = 4 * MIB
-# Copies of a weight in f32, its codes, its error, and what that gives: measured with GPTQ.
+# Copies of a weight in f32, its codes, its error, and what that gives: an estimate, not measured.
 _WEIGHT_BYTES = 24
 # Copies of a Hessian: damped, its factors, its inverse, the factors of that.
 _HESSIAN_BYTES = 16
