@@ -116,4 +116,4 @@ def test_a_draft_model_is_warmed_up_where_it_computes(monkeypatch: pytest.Monkey
         assert used.free_tokens == used.capacity_tokens
         own = model._core.speculator._proposer._proposers[1]  # type: ignore[union-attr]
         keys = own._model._runner.executor.graphs.graphs[False]
-        assert sorted(key.tokens for key in keys) == [1, 2, 3]
+        assert sorted(key.tokens for key in keys) == [1, 2, 3, 4, 5, 6]

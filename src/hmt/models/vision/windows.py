@@ -39,9 +39,12 @@ def attend(
 ) -> tuple[Tensor, None]:
     """transformers' interface of attention: [1, heads, tokens, dim] to [1, tokens, heads, dim].
 
+    key, value      may have fewer heads, each for several of the queries'
     cu_seq_lens_q   int32 [windows + 1]: where windows begin; tokens of one see each other
     """
     heads, tokens, dim = query.shape[1:]
+    if key.shape[1] < heads:  # EXAONE 4.5
+        key, value = (one.repeat_interleave(heads // one.shape[1], dim=1) for one in (key, value))
     groups = _groups.get(cu_seq_lens_q)
     if groups is None:
         groups = _groups[cu_seq_lens_q] = _by_length(cu_seq_lens_q)
