@@ -177,3 +177,10 @@ def test_a_text_for_a_method_that_reads_none_is_refused(dense: Path, tmp_path: P
 def test_keeping_everything_is_refused(dense: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"nothing of .* would be quantised"):
         quantize(dense, tmp_path / "out", options(keep=("",)))
+
+
+def test_a_model_that_sees_is_refused_before_anything_is_written(tmp_path: Path):
+    seeing = Path(__file__).parents[2] / "assets" / "mini-vision"
+    with pytest.raises(CheckpointError, match="text and more"):
+        quantize(seeing, tmp_path / "out", options())
+    assert not list(tmp_path.iterdir())
