@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from drafter_reference import rotated
 from eagle3_reference import write
 from torch import Tensor
 from torch.nn.functional import silu
@@ -84,10 +85,7 @@ class Drafter:
 
     def _turned(self, heads: Tensor, start: int) -> Tensor:
         inverse = 10000.0 ** -(torch.arange(0, DIM, 2) / DIM)
-        angles = (start + torch.arange(heads.shape[1]))[:, None] * inverse
-        low, high = heads.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+        return rotated(heads, inverse, start)
 
 
 def random_drafter(

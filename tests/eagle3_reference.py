@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drafter_reference import rotated
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import silu
@@ -106,10 +107,7 @@ class Drafter:
         dim = heads.shape[-1]
         usual = self.layers.get("rope_theta", 10000.0) ** -(torch.arange(0, dim, 2) / dim)
         inverse = usual if self.inverse is None else self.inverse
-        angles = torch.arange(heads.shape[1])[:, None] * inverse
-        low, high = heads.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
-        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+        return rotated(heads, inverse)
 
 
 def random_drafter(

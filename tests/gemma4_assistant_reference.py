@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-Shared = dict[str, tuple[torch.Tensor, torch.Tensor]]  # by kind of layer: keys and values
+Shared = dict[str, tuple[torch.Tensor, torch.Tensor]]  # by kind of layer: (keys, values)
 KINDS = ["sliding_attention", "full_attention"]
 WINDOW = 6
 
@@ -81,7 +81,7 @@ def draft(
 ) -> tuple[torch.Tensor, list[int], tuple[Shared, torch.Tensor]]:
     """Logits of the draft tokens behind a text [count, vocab], these tokens, and what they see.
 
-    That is keys and values of the text but for its last token, and the hidden state of the one
+    That is the KV cache of the text but for its last token, and the hidden state of the one
     before that, [1, width].  Layers with a window see as many positions as the model's own do.
     """
     ids = torch.tensor([tokens[:-1]])

@@ -91,7 +91,7 @@ class PaidOracle(Proposer):
         following = list(tokens[common:])
         for right in self._known[len(tokens) : len(tokens) + most]:
             name = f"mtp {min(len(chosen), _DEPTHS)}"
-            if chosen and not worth.may_be(name):  # as `_decoded` does
+            if chosen and not worth.may_be(name):  # as `decoded` does
                 break
             if self._layer.feed(number, following) is None or not worth(name):
                 break

@@ -1,4 +1,4 @@
-"""DFlash drafters against plain torch: both layouts of checkpoints, texts in parts, all layers."""
+"""DFlash drafters against plain torch: both layouts, sequences in parts, all layers."""
 
 from pathlib import Path
 from typing import Any
@@ -6,13 +6,12 @@ from typing import Any
 import pytest
 import torch
 from dflash_reference import Drafter, random_drafter
+from drafter_reference import verifier
 from plain_memory import PlainKV, ResidentWeights
-from transformers import LlamaConfig
 
 from hmt.base.errors import CheckpointError, ConfigError
-from hmt.contracts.model import ModelSpec
 from hmt.contracts.step import SegmentRequest, Step
-from hmt.models import open_dflash, open_model
+from hmt.models import open_dflash
 from hmt.models.dflash import DFlash
 
 COUNT, VOCAB, WIDTH = 21, 120, 64
@@ -28,20 +27,11 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def verifier() -> ModelSpec:
-    """A model to draft for."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=10,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    ).to_dict() | {"architectures": ["LlamaForCausalLM"]}  # fmt: skip
-    return open_model(config, Path("verifier"), torch.float32).spec
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_are_those_of_the_definition(case: str, tmp_path: Path) -> None:
     """Blocks behind more and more of a text, which take nothing of the blocks before them."""
     made = random_drafter(width=WIDTH, vocab=VOCAB, seed=list(CASES).index(case), **CASES[case])
-    model = open_dflash(made.config, tmp_path, torch.float32, verifier())
+    model = open_dflash(made.config, tmp_path, torch.float32, verifier(WIDTH, VOCAB))
     assert model.layers == made.states
     asked = model.block
     assert (asked.tokens, asked.mask, asked.first) == (made.block, made.mask, made.first)
@@ -100,7 +90,7 @@ def _changed(made: Drafter, changed: dict[str, Any]) -> dict[str, Any]:
 def test_drafters_of_other_models_are_refused(changed: dict[str, Any], said: str) -> None:
     made = random_drafter(width=WIDTH, vocab=VOCAB, types=["full_attention"] * 2)
     with pytest.raises((ConfigError, CheckpointError), match=said):
-        open_dflash(_changed(made, changed), Path("it"), torch.float32, verifier())
+        open_dflash(_changed(made, changed), Path("it"), torch.float32, verifier(WIDTH, VOCAB))
 
 
 @pytest.mark.parametrize(
@@ -114,4 +104,4 @@ def test_drafters_of_other_models_are_refused(changed: dict[str, Any], said: str
 def test_what_the_authors_format_lacks_is_refused(changed: dict[str, Any], said: str) -> None:
     made = random_drafter(width=WIDTH, vocab=VOCAB, original=True)
     with pytest.raises((ConfigError, CheckpointError), match=said):
-        open_dflash(made.config | changed, Path("it"), torch.float32, verifier())
+        open_dflash(made.config | changed, Path("it"), torch.float32, verifier(WIDTH, VOCAB))

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from drafter_reference import verifier
 from eagle3_reference import LLAMA3, Drafter, random_drafter
 from plain_memory import PlainKV, ResidentWeights
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hmt.base.errors import CheckpointError, ConfigError
-from hmt.contracts.model import ModelSpec
 from hmt.contracts.step import SegmentRequest, Step
-from hmt.models import open_eagle3, open_model
+from hmt.models import open_eagle3
 
 COUNT, VOCAB, WIDTH = 19, 120, 64
 CASES: dict[str, dict[str, Any]] = {
@@ -31,15 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def verifier() -> ModelSpec:
-    """A model to draft for."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=10,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    ).to_dict() | {"architectures": ["LlamaForCausalLM"]}  # fmt: skip
-    return open_model(config, Path("verifier"), torch.float32).spec
-
-
 def drafter(case: str) -> Drafter:
     made = random_drafter(width=WIDTH, vocab=VOCAB, seed=list(CASES).index(case), **CASES[case])
     if made.layers.get("rope_scaling"):
@@ -52,7 +43,7 @@ def drafter(case: str) -> Drafter:
 def test_drafts_are_those_of_the_definition(case: str, tmp_path: Path) -> None:
     """Tokens of the verifier in parts, then three draft tokens from the drafter's own states."""
     made = drafter(case)
-    model = open_eagle3(made.config, tmp_path, torch.float32, verifier())
+    model = open_eagle3(made.config, tmp_path, torch.float32, verifier(WIDTH, VOCAB))
     assert model.layers == ((0, 2, 5, 6) if "four" in case else (2, 5, 7))
     weights = ResidentWeights(model.spec, made.tensors | made.theirs)
     assert made.tensors.keys() - weights.used <= {"d2t", "t2d"}
@@ -108,4 +99,4 @@ def _at(layers: list[Any]) -> dict[str, Any]:
 def test_drafters_of_other_models_are_refused(changed: dict[str, Any], said: str) -> None:
     made = random_drafter(width=WIDTH, vocab=VOCAB)
     with pytest.raises((ConfigError, CheckpointError), match=said):
-        open_eagle3(made.config | changed, Path("it"), torch.float32, verifier())
+        open_eagle3(made.config | changed, Path("it"), torch.float32, verifier(WIDTH, VOCAB))

@@ -1,4 +1,4 @@
-"""Gemma 4's assistant against transformers: its layers on a cache of keys and values."""
+"""Gemma 4's assistant against transformers: its layers on a KV cache."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ VOCAB, COUNT = 120, 17
 
 @pytest.mark.parametrize("clusters", [0, 12])
 def test_drafts_are_those_of_transformers(clusters: int, tmp_path: Path) -> None:
-    """Three draft tokens behind texts that are shorter and longer than the window."""
+    """Three draft tokens behind sequences that are shorter and longer than the window."""
     theirs, made = random_gemma4(VOCAB, 1), random_assistant(VOCAB, 2, clusters=clusters)
     config = theirs.config.to_dict() | {"architectures": ["Gemma4ForCausalLM"]}
     verifier = open_model(config, tmp_path, torch.float32)
@@ -57,7 +57,7 @@ def test_drafts_are_those_of_transformers(clusters: int, tmp_path: Path) -> None
         ({"backbone_hidden_size": 32}, {}, "hidden_size 32, and this one, Gemma4ForCausalLM"),
         ({}, {"vocab_size": VOCAB + 1}, "vocab_size 121"),
         ({"text_config": None}, {}, "has no text_config"),
-        ({}, {"num_key_value_heads": 1}, "attends in layer 0 to keys and values like"),
+        ({}, {"num_key_value_heads": 1}, "attends in layer 0 to a KV cache like"),
         ({}, {"sliding_window": 9}, "attends in layer 0"),
         ({"use_ordered_embeddings": True, "num_centroids": 7}, {}, "3 of 7 clusters of 120"),
         ({}, {"layer_types": ["full_attention"]}, "describes no model|layer_types"),

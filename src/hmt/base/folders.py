@@ -1,9 +1,12 @@
-"""Folders of the user's that HMT keeps things in."""
+"""Folders of the user's that HMT keeps things in, and what writing there can end with."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from hmt.base import flags
+from hmt.base.errors import DiskWriteError, os_reason
 
 
 def cache_folder() -> Path:
@@ -22,3 +25,15 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raise DiskWriteError for an OSError, saying `what` failed and that nothing is lost."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskWriteError(
+            f"{what} failed: {os_reason(error)}; see to that and run the same command again: it "
+            "goes on where it stopped"
+        ) from error

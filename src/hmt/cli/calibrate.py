@@ -1,6 +1,5 @@
 """`hmt calibrate kv`: scales of keys and values, from text that is like what will come."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -71,34 +70,15 @@ def kv(
 
 def _texts(file: Path, tokenizer: "Tokenizer", length: int, most: int) -> Iterator[list[int]]:
     """Token ids of a file's texts, cut into pieces of `length`, `most` in all."""
-    try:
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {file} cannot be read: {error}") from error
-    if file.suffix == ".jsonl":
-        lines = enumerate(content.splitlines(), 1)
-        texts = (_of_line(file, n, line, tokenizer) for n, line in lines if line.strip())
-    else:
-        texts = (ids for ids in [tokenizer.encode(content)])
-    for ids in texts:
+    from hmt.text import documents
+
+    for ids in documents(file, tokenizer, "--text"):
         for start in range(0, len(ids), length):
             piece = ids[start : start + min(length, most)]
             most -= len(piece)
             if not piece:
                 return
             yield piece
-
-
-def _of_line(file: Path, number: int, line: str, tokenizer: "Tokenizer") -> list[int]:
-    try:
-        said = json.loads(line)
-        if "messages" in said:
-            return tokenizer.chat_prompt(said["messages"])
-        return tokenizer.encode(said["text"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f'{file}, line {number} is not {{"text": ...}} or {{"messages": [...]}} ({error!r})'
-        ) from error
 
 
 def _print(found: "Calibrated", file: Path) -> None:

@@ -1,8 +1,8 @@
 """DFlash (arXiv 2602.06036): a small decoder that drafts a block of tokens in one pass.
 
 The block is the last token that is known and tokens that stand for what is asked; they see each
-other.  Before them stand keys and values of hidden states of the model that verifies: every layer
-makes its own of the same, and no token of the text passes through the layers.
+other.  Before them stands a KV cache that every layer makes of the same hidden states of the model
+that verifies; no token of the text passes through the layers.
 
 Checkpoints are read in the format of the `speculators` library (`speculators_model_type` "dflash")
 and as the authors publish them (`DFlashDraftModel`, `dflash_config`).
@@ -107,7 +107,7 @@ class DFlash(Drafter):
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
-        """Embeddings of blocks, and what layers make keys and values of: [tokens, hidden_size]."""
+        """Embeddings of blocks, and what KV rows are made of: [tokens, hidden_size]."""
         assert step.inputs is not None, "a step without hidden states"
         asked = _block_rows(step)
         with weights.lease(_FIRST) as params:
@@ -136,7 +136,7 @@ class DFlash(Drafter):
     def _attend(
         self, index: int, x: Tensor, asked: Tensor, step: Step, params: Params, kv: KVCache
     ) -> Tensor:
-        """Append keys and values of all of x; attention of the rows that are `asked`."""
+        """Append all of x to the KV cache; attention of the rows that are `asked`."""
         own = self._attention[index]
         assert own.head_norm is not None
         pairs = ops.linear_many(x, params, ("k_proj", "v_proj")).unflatten(1, (-1, own.head_dim))
@@ -172,7 +172,7 @@ class DFlash(Drafter):
 
     @override
     def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
-        return None  # kernels know no rows that only keys and values are made of
+        return None  # kernels know no rows that only go into the KV cache
 
     def _block(self, block: BlockSpec, joined: int, table_rows: int) -> BlockSpec:
         """A block of the family's model as it is here, by the names of drafters' checkpoints."""

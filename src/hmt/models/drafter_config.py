@@ -12,7 +12,7 @@ from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec
 from hmt.contracts.model import ModelSpec
 
-# Names under which a drafter finds what it has none of its own: the embedding and the output layer
+# Names under which a drafter finds what its checkpoint lacks: the embedding and the output layer
 # of the model that it drafts for.
 VERIFIER_TABLE: Final = "verifier.embed_tokens.weight"
 VERIFIER_HEAD: Final = "verifier.lm_head.weight"

@@ -42,7 +42,7 @@ class Gemma4(Decoder):
     def __init__(
         self, config: Config, dtype: torch.dtype, lent: Mapping[str, int] | None = None
     ) -> None:
-        """`lent`: by kind, layers of another model to whose keys and values all layers attend."""
+        """`lent`: by kind, layers of another model to whose KV cache all layers attend."""
         require(config, "use_bidirectional_attention", None, "vision", False)
         self.norm = norm(config)
         kinds = layer_kinds(config, _FULL, _SLIDING)

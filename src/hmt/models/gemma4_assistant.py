@@ -1,4 +1,4 @@
-"""Gemma 4's assistant: a few layers that attend to keys and values of the model they draft for.
+"""Gemma 4's assistant: a few layers that attend to the KV cache of the model they draft for.
 
 They have none of their own.  Each draft token is computed from the token before it and a hidden
 state: the verifier's behind its final norm, then the assistant's own.  All of them stand at the
@@ -35,7 +35,7 @@ _FIRST: Final = BlockId(0, BlockKind.ATTENTION)
 
 
 class Gemma4Assistant(Drafter):
-    """Layers of Gemma 4 without keys and values; `Step.inputs` [tokens, width of the verifier].
+    """Layers of Gemma 4 without a KV cache; `Step.inputs` [tokens, width of the verifier].
 
     A step has one token of each sequence, whose handle is that of the verifier's KV cache, at the
     place of the last token that is known.
@@ -187,7 +187,7 @@ def open_gemma4_assistant(
         own, theirs = layer.attention.kv, verifier.kv[layer.source]
         if own != theirs:
             raise ConfigError(
-                f"{path} attends in layer {index} to keys and values like {own}; the model that "
+                f"{path} attends in layer {index} to a KV cache like {own}; the model that "
                 f"verifies has {theirs}: choose the assistant that was trained for it"
             )
     return Gemma4Assistant(base, verifier.hidden_size, clusters, chosen)

@@ -1,24 +1,25 @@
-"""Texts that inputs of linear layers are measured with.
+"""Sequences that inputs of linear layers are measured with.
 
 The text that comes with the package is 70 pieces of Jane Austen's novels, 28 of documentation and
 30 of source code, mixed.  None of it is in the text that models are measured with.
 """
 
-import json
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Final
 
 from hmt.base.errors import ConfigError
-from hmt.text import Tokenizer
+from hmt.text import Tokenizer, documents
 
 BUILTIN: Final = "builtin"
 _MAX_BYTES: Final = 1 << 30
 _LEAST: Final = 16  # tokens of a sequence; shorter rests are left out
 
 
-def sequences(where: str, tokenizer: Tokenizer, count: int, length: int) -> list[list[int]]:
+def calibration_sequences(
+    where: str, tokenizer: Tokenizer, count: int, length: int
+) -> list[list[int]]:
     """Up to `count` sequences of up to `length` tokens, from all over the text.
 
     where   "builtin"; a .jsonl file with {"text": ...} or {"messages": [...]} on each line; or any
@@ -26,7 +27,7 @@ def sequences(where: str, tokenizer: Tokenizer, count: int, length: int) -> list
     Raises ConfigError where it cannot be read, or is too short.
     """
     pieces = []
-    for ids in _texts(where, tokenizer):
+    for ids in _documents(where, tokenizer):
         pieces += [ids[at : at + length] for at in range(0, len(ids), length)]
     pieces = [piece for piece in pieces if len(piece) >= min(_LEAST, length)]
     if not pieces:
@@ -38,33 +39,12 @@ def sequences(where: str, tokenizer: Tokenizer, count: int, length: int) -> list
     return [pieces[number * len(pieces) // count] for number in range(count)]
 
 
-def _texts(where: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
+def _documents(where: str, tokenizer: Tokenizer) -> Iterator[list[int]]:
     if where == BUILTIN:
         text = files("hmt.quantizing") / "calibration.txt"
         yield tokenizer.encode(text.read_text(encoding="utf-8"))
         return
     file = Path(where).expanduser()
-    try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes: give a part of it")
-        content = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--calibration {file} cannot be read: {error}") from error
-    if file.suffix != ".jsonl":
-        yield tokenizer.encode(content)
-        return
-    for number, line in enumerate(content.splitlines(), 1):
-        if line.strip():
-            yield _of_line(file, number, line, tokenizer)
-
-
-def _of_line(file: Path, number: int, line: str, tokenizer: Tokenizer) -> list[int]:
-    try:
-        said = json.loads(line)
-        if "messages" in said:
-            return tokenizer.chat_prompt(said["messages"])
-        return tokenizer.encode(said["text"])
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f'{file}, line {number} is not {{"text": ...}} or {{"messages": [...]}} ({error!r})'
-        ) from error
+    if file.is_file() and file.stat().st_size > _MAX_BYTES:
+        raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes: give a part of it")
+    yield from documents(file, tokenizer, "--calibration")

@@ -1,9 +1,10 @@
 """Quantising a checkpoint layer by layer, in bounded memory, resumable after a kill.
 
 Each layer's weights are leased and quantised one by one, and written as one shard.  A method that
-wants to know inputs sees those of the calibration texts: the layer computes them from hidden states
-on disk, before it is quantised; what goes into the next layer is computed with the weights that
-were written, so that later layers make up for the errors of earlier ones (GPTQ, arXiv 2210.17323).
+wants to know inputs sees those of the calibration sequences: before it is quantised the layer
+computes them from hidden states on disk; what goes into the next layer is computed with the weights
+that were written, so that later layers make up for the errors of earlier ones (GPTQ, arXiv
+2210.17323).
 """
 
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ def _planned(job: Job, folder: PartialFolder) -> MemoryPlan:
         job.layouts,
         job.works,
         job.method.needs,
-        job.texts,
+        job.sequences,
         before,
     )
     if before is None:

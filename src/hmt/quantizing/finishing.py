@@ -35,7 +35,7 @@ def copied_files(checkpoint: Checkpoint) -> list[Path]:
     )
 
 
-def identity(checkpoint: Checkpoint, texts: Sequence[Sequence[int]]) -> dict[str, Any]:
+def identity(checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
     """What the result depends on, besides options."""
     records = sorted((r.name, r.dtype, r.shape) for r in checkpoint.records.values())
     files = {record.file for record in checkpoint.records.values()} | set(copied_files(checkpoint))
@@ -44,7 +44,7 @@ def identity(checkpoint: Checkpoint, texts: Sequence[Sequence[int]]) -> dict[str
         "format": FORMAT_VERSION,
         "model": checkpoint.path.resolve().name,
         "tensors": as_text(checksum(json.dumps(records).encode())),
-        "texts": as_text(checksum(json.dumps(texts).encode())),
+        "tokens": as_text(checksum(json.dumps(sequences).encode())),
         "files": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
     }
 

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hmt.base.errors import ConfigError, DiskWriteError
-from hmt.base.folders import sync_folder
+from hmt.base.folders import sync_folder, writing
 from hmt.base.units import format_bytes
-from hmt.quantizing.shards import writing
 
 REPORT: Final = "quantization_report.json"
 _BEGUN: Final = "begun.json"
@@ -82,7 +81,7 @@ class PartialFolder:
         self.write_file(self.folder / _BEGUN, json.dumps(said, indent=1).encode())
 
     def check_room(self, nbytes: int) -> None:
-        """Raise DiskWriteError unless the disk has room for `nbytes` with what is there already."""
+        """Raise DiskWriteError unless `nbytes` fit on the disk, an earlier run's files included."""
         there = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
         free = shutil.disk_usage(self.folder).free
         if nbytes > free + there:

@@ -1,4 +1,4 @@
-"""Hidden states of the calibration texts between layers, on disk."""
+"""Hidden states of the calibration sequences between layers, on disk."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from hmt.base.errors import DiskReadError, os_reason
-from hmt.base.folders import sync_folder
+from hmt.base.folders import sync_folder, writing
 from hmt.contracts.model import Model
 from hmt.contracts.step import SegmentRequest, Step
 from hmt.contracts.store import Weights
 from hmt.quantizing.observed import Observer, observed
-from hmt.quantizing.shards import bytes_of, sync_and_forget, writing
+from hmt.quantizing.shards import bytes_of, read_at, sync_and_forget, write_at
 from hmt.quantizing.whole_sequences import WholeSequences
 
 
@@ -27,18 +27,18 @@ class _Batch:
 
 
 class HiddenStates:
-    """What goes into each layer for all calibration texts: f32 [tokens, width] in a file each.
+    """What goes into each layer for all calibration sequences: f32 [tokens, width] in a file each.
 
     batch   sequences of a step
     """
 
     def __init__(
-        self, model: Model, texts: Sequence[Sequence[int]], folder: Path, batch: int
+        self, model: Model, sequences: Sequence[Sequence[int]], folder: Path, batch: int
     ) -> None:
         """Files are in `folder`; nothing is computed yet."""
         self._model, self._folder = model, folder
-        self._batches = list(_batches(texts, batch))
-        self.tokens = sum(map(len, texts))
+        self._batches = list(_batches(sequences, batch))
+        self.tokens = sum(map(len, sequences))
 
     def file(self, layer: int) -> Path:
         """What goes into `layer`."""
@@ -46,7 +46,7 @@ class HiddenStates:
 
     @property
     def steps(self) -> int:
-        """Steps of a layer over all texts."""
+        """Steps of a layer over all sequences."""
         return len(self._batches)
 
     def embed(self, weights: Weights) -> None:
@@ -76,7 +76,7 @@ class HiddenStates:
     def observe(
         self, layer: int, weights: Weights, observer: Observer, done: Callable[[], None]
     ) -> None:
-        """Compute `layer` for all texts, and let `observer` hear of it."""
+        """Compute `layer` for all sequences, and let `observer` hear of it."""
         with observed(observer), torch.inference_mode():
             for batch, hidden in self._inputs(layer):
                 self._layer(layer, hidden, batch.step, weights)
@@ -93,7 +93,8 @@ class HiddenStates:
                 for batch in self._batches:
                     rows = len(batch.step.token_ids)
                     hidden = torch.empty(rows, row_bytes // 4)
-                    _read(opened.fileno(), hidden, batch.first * row_bytes)
+                    read_at(opened.fileno(), bytes_of(hidden), batch.first * row_bytes)
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                     yield batch, hidden
         except OSError as error:
             raise DiskReadError(f"{file} cannot be read: {os_reason(error)}") from error
@@ -110,17 +111,17 @@ class HiddenStates:
             for batch, hidden in given:
                 out = compute(batch, hidden).float().contiguous()
                 with writing(f"writing {partial}"):
-                    _write(opened.fileno(), out, batch.first * out.shape[1] * 4)
+                    write_at(opened.fileno(), bytes_of(out), batch.first * out.shape[1] * 4)
                     sync_and_forget(opened.fileno())
         with writing(f"writing {file}"):
             partial.rename(file)
             sync_folder(self._folder)
 
 
-def _batches(texts: Sequence[Sequence[int]], batch: int) -> Iterator[_Batch]:
+def _batches(sequences: Sequence[Sequence[int]], batch: int) -> Iterator[_Batch]:
     first = 0
-    for start in range(0, len(texts), batch):
-        some = texts[start : start + batch]
+    for start in range(0, len(sequences), batch):
+        some = sequences[start : start + batch]
         parts = [
             SegmentRequest(number, 0, list(text), 0, len(text), whole=len(text))
             for number, text in enumerate(some)
@@ -128,20 +129,3 @@ def _batches(texts: Sequence[Sequence[int]], batch: int) -> Iterator[_Batch]:
         step = Step.build(parts)
         yield _Batch(first, step)
         first += len(step.token_ids)
-
-
-def _write(file: int, numbers: Tensor, at: int) -> None:
-    view = bytes_of(numbers)
-    while view:
-        done = os.pwrite(file, view, at)
-        view, at = view[done:], at + done
-
-
-def _read(file: int, numbers: Tensor, at: int) -> None:
-    view = bytes_of(numbers)
-    while view:
-        done = os.preadv(file, [view], at)
-        if not done:
-            raise OSError("it ends too early")
-        view, at = view[done:], at + done
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -14,7 +14,7 @@ from hmt.engine.loading.source import open_source, sensitive_of, target
 from hmt.models import open_model
 from hmt.quant import Scheme
 from hmt.quant.methods.interface import Method
-from hmt.quantizing.calibration_text import BUILTIN, sequences
+from hmt.quantizing.calibration_text import BUILTIN, calibration_sequences
 from hmt.quantizing.finishing import identity
 from hmt.quantizing.memory_plan import Layouts
 from hmt.quantizing.methods import open_method
@@ -28,9 +28,9 @@ from hmt.weights import bind, lay_out
 class Job:
     """One quantisation.
 
-    works     by layer, the trunk's last
-    texts     token ids of calibration; none where the method needs no inputs
-    section   `quantization_config` of the new config.json
+    works       by layer, the trunk's last
+    sequences   token ids of calibration; none where the method needs no inputs
+    section     `quantization_config` of the new config.json
     """
 
     checkpoint: Checkpoint
@@ -38,20 +38,20 @@ class Job:
     layouts: Layouts
     works: list[LayerWork]
     method: Method
-    texts: list[list[int]]
+    sequences: list[list[int]]
     options: QuantizeOptions
     section: Mapping[str, Any]
 
     @property
     def tokens(self) -> int:
-        """Of all texts."""
-        return sum(map(len, self.texts))
+        """Of all sequences."""
+        return sum(map(len, self.sequences))
 
     def identity(self) -> dict[str, Any]:
         """What two runs must share for one to go on with what the other has written."""
         own = dict(self.options.identity())
         del own["host_memory_bytes"]  # what of it counts is remembered: see `driver.py`
-        return own | identity(self.checkpoint, self.texts)
+        return own | identity(self.checkpoint, self.sequences)
 
 
 def prepare(path: Path, options: QuantizeOptions) -> Job:
@@ -72,7 +72,7 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
     works = plan_work(
         model.spec, checkpoint, bound, sensitive_of(checkpoint.path, model.spec), options
     )
-    texts: list[list[int]] = []
+    sequences: list[list[int]] = []
     if not method.needs and options.calibration != BUILTIN:
         raise ConfigError(
             f"--method {options.method} reads no text: leave --calibration {options.calibration} "
@@ -81,11 +81,13 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
     if method.needs:
         if model.spec.kv_sources:
             raise ConfigError(
-                f"layers of {path} use keys and values of earlier ones, which calibration does not "
+                f"layers of {path} share the KV cache of earlier ones, which calibration does not "
                 "keep: --method rtn needs none"
             )
         length = min(options.length, model.spec.max_context)
-        texts = sequences(options.calibration, source.tokenizer(), options.sequences, length)
+        sequences = calibration_sequences(
+            options.calibration, source.tokenizer(), options.sequences, length
+        )
     modules = {unit.module: unit.target for work in works for unit in work.units}
     section = quantization_config(modules, (name for work in works for name in work.ignored))
-    return Job(checkpoint, model, layouts, works, method, texts, options, section)
+    return Job(checkpoint, model, layouts, works, method, sequences, options, section)

@@ -17,7 +17,7 @@ from hmt.quantizing.memory_plan import MemoryPlan, layer_layouts, statistics_gro
 from hmt.quantizing.observed import Observer
 from hmt.quantizing.statistics import Collector
 from hmt.quantizing.stores import LayerWeights, open_store
-from hmt.quantizing.structure import Place
+from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
 from hmt.quantizing.written_layers import written_layouts
 from hmt.weights import WeightStore
@@ -40,7 +40,7 @@ class LayerRun:
     ) -> None:
         self._job, self._plan, self._folder = job, plan, folder
         self._ledger, self._progress = ledger, progress
-        self._hidden = HiddenStates(job.model, job.texts, folder.work, max(1, plan.batch))
+        self._hidden = HiddenStates(job.model, job.sequences, folder.work, max(1, plan.batch))
         self._groups = [
             statistics_groups(work, job.method.needs, plan.statistics) for work in job.works
         ]
@@ -48,7 +48,7 @@ class LayerRun:
         self._total = sum(self._work_of(work, number) for number, work in enumerate(job.works))
 
     def _work_of(self, work: LayerWork, number: int) -> int:
-        passes = 1 + (len(self._groups[number]) + 1 if self._job.texts else 0)
+        passes = 1 + (len(self._groups[number]) + 1 if self._job.sequences else 0)
         return sum(2 * unit.numbers for unit in work.units) * passes
 
     def run(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class LayerRun:
             return
         if not shard.exists():
             self._quantize(number, work, shard)
-        if self._job.texts and self._wants_outputs(number, work):
+        if self._job.sequences and self._wants_outputs(number, work):
             self._outputs(work, shard)
 
     def _wants_outputs(self, number: int, work: LayerWork) -> bool:
@@ -105,10 +105,10 @@ class LayerRun:
             open_store(layouts, self._ledger) as store,
             LayerWriter(shard, self._report_file(number), work, job.checkpoint) as writer,
         ):
-            if job.texts and work.index == 0 and not self._hidden.file(0).exists():
+            if job.sequences and work.index == 0 and not self._hidden.file(0).exists():
                 self._hidden.embed(LayerWeights(store))
             for group in self._groups[number]:
-                found = self._observe(work, group, store) if job.texts else {}
+                found = self._observe(work, group, store) if job.sequences else {}
                 for unit in group:
                     writer.add(unit, store, job.method, found)
                     self._advance_to(self._done + 2 * unit.numbers)
@@ -116,10 +116,10 @@ class LayerRun:
 
     def _observe(
         self, work: LayerWork, group: Sequence[Unit], store: WeightStore
-    ) -> dict[Place, Collector]:
-        """Statistics of the inputs of `group`, over all texts."""
+    ) -> dict[ParamId, Collector]:
+        """Statistics of the inputs of `group`, over all sequences."""
         needs = self._job.method.needs
-        found: dict[Place, Collector] = {}
+        found: dict[ParamId, Collector] = {}
         for unit in group:
             if unit.input not in found:
                 found[unit.input] = Collector(needs, unit.shape[1])

@@ -25,16 +25,16 @@ from hmt.quantizing.memory_plan import ROWS_NUMBERS, by_rows
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.published import encoded, sizes
 from hmt.quantizing.report import Error, entry_of, error_of
-from hmt.quantizing.shards import Entries, ShardWriter
+from hmt.quantizing.shards import Entries, ShardWriter, read_at
 from hmt.quantizing.statistics import Collector, of_all
-from hmt.quantizing.structure import Place
+from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
 
 _PIECE_BYTES: Final = 4 * MIB
 _FEW: Final = 4  # an expert with fewer tokens than a quarter of its inputs takes others' statistics
 _SCALES: Final = "_scale_inv"
 
-Found = Mapping[Place, Collector]
+Found = Mapping[ParamId, Collector]
 
 
 class LayerWriter:
@@ -156,7 +156,7 @@ def shard_bytes(work: LayerWork) -> int:
     return total
 
 
-def _alike(place: Place, other: Place) -> bool:
+def _alike(place: ParamId, other: ParamId) -> bool:
     return place.block.kind is BlockKind.EXPERT and place.name == other.name
 
 
@@ -215,12 +215,7 @@ def _pieces(record: TensorRecord) -> Iterator[tuple[int, memoryview]]:
         with record.file.open("rb", buffering=0) as file:
             for at in range(0, record.nbytes, _PIECE_BYTES):
                 wanted = buffer[: min(_PIECE_BYTES, record.nbytes - at)]
-                done = 0
-                while done < len(wanted):
-                    got = os.preadv(file.fileno(), [wanted[done:]], record.offset + at + done)
-                    if not got:
-                        raise OSError("it ends too early")
-                    done += got
+                read_at(file.fileno(), wanted, record.offset + at)
                 os.posix_fadvise(
                     file.fileno(), record.offset + at, len(wanted), os.POSIX_FADV_DONTNEED
                 )

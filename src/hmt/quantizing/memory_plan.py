@@ -11,7 +11,7 @@ from hmt.kernels.ops import ATTENTION_WORKSPACE_BYTES
 from hmt.quant.methods.interface import Needs
 from hmt.quantizing.statistics import nbytes as statistics_bytes
 from hmt.quantizing.stores import store_bytes
-from hmt.quantizing.structure import Place
+from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
 from hmt.weights import BlockLayout
 
@@ -34,7 +34,7 @@ class MemoryPlan:
     work          for one weight while it is quantised
     statistics    for sums over inputs of as many layers as fit
     activations   for a step of `batch` sequences
-    batch         0 where no texts are read
+    batch         0 where no sequences are read
     """
 
     stores: int
@@ -55,7 +55,7 @@ def plan_memory(
     layouts: Layouts,
     works: Sequence[LayerWork],
     needs: Needs,
-    texts: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     begun: "MemoryPlan | None" = None,
 ) -> MemoryPlan:
     """Shares for quantising all `works`.  Raises BudgetError where the budget holds too little.
@@ -68,7 +68,7 @@ def plan_memory(
     if not needs:
         plan = MemoryPlan(stores, work, 0, 0, 0)
         return _checked(plan, budget)
-    longest = max(map(len, texts))
+    longest = max(map(len, sequences))
     one_step = _step_bytes(spec, longest)
     most = max(_of_layer(layer, needs) for layer in works)
     least = max(statistics_bytes(needs, unit.shape[1]) for layer in works for unit in layer.units)
@@ -78,7 +78,7 @@ def plan_memory(
         return _checked(replace(begun, stores=stores, work=work), budget)
     free = budget - stores - work
     statistics = min(most, max(least, (free - one_step) // 2))
-    batch = max(1, min(len(texts), (free - statistics) // one_step))
+    batch = max(1, min(len(sequences), (free - statistics) // one_step))
     return MemoryPlan(stores, work, statistics, batch * one_step, batch)
 
 
@@ -105,7 +105,7 @@ def by_rows(unit: Unit, needs: Needs) -> bool:
 def statistics_groups(work: LayerWork, needs: Needs, most: int) -> list[list[Unit]]:
     """A layer's units, in groups of which the statistics take `most` bytes."""
     groups: list[list[Unit]] = []
-    held: dict[Place, int] = {}
+    held: dict[ParamId, int] = {}
     for unit in work.units:
         own = statistics_bytes(needs, unit.shape[1])
         if not groups or (unit.input not in held and sum(held.values()) + own > most):

@@ -10,21 +10,21 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 from hmt.kernels import reference
 from hmt.kernels.backend_registry import Backend, register
-from hmt.quantizing.structure import Place, leaders
+from hmt.quantizing.structure import ParamId, leaders
 
-See = Callable[[Place, Tensor], None]
+See = Callable[[ParamId, Tensor], None]
 
 
 class Observer:
     """Knows which leased parameters are whose, and tells of the inputs that come to them."""
 
-    def __init__(self, wanted: Callable[[Place], bool], see: See) -> None:
+    def __init__(self, wanted: Callable[[ParamId], bool], see: See) -> None:
         """`see(place, inputs [tokens, in])` is called for every `wanted` one, and each product."""
         self._wanted = wanted
         self._see = see
-        self._places: dict[int, Place] = {}  # by address
-        self._leaders: dict[int, Place] = {}
-        self._seen: dict[Place, tuple[int, torch.Size]] = {}
+        self._places: dict[int, ParamId] = {}  # by address
+        self._leaders: dict[int, ParamId] = {}
+        self._seen: dict[ParamId, tuple[int, torch.Size]] = {}
 
     @contextmanager
     def leased(self, block: BlockId, params: Mapping[str, WeightTensor]) -> Iterator[None]:
@@ -34,8 +34,8 @@ class Observer:
         for name, weight in params.items():
             if len(weight.shape) == 2:
                 address = weight.data.data_ptr()
-                self._places[address] = Place(block, name)
-                self._leaders[address] = Place(block, leading[name])
+                self._places[address] = ParamId(block, name)
+                self._leaders[address] = ParamId(block, leading[name])
                 addresses.append(address)
         try:
             yield

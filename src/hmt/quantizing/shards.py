@@ -1,9 +1,8 @@
 """One safetensors file of known tensors, written in any order, complete or not there at all."""
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -11,26 +10,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hmt.base.errors import DiskWriteError, os_reason
-from hmt.base.folders import sync_folder
+from hmt.base.folders import sync_folder, writing
 from hmt.formats.safetensors import DTYPE_BITS
 
 Entries = Mapping[str, tuple[str, tuple[int, ...]]]  # (dtype as in safetensors, shape) by name
 
 _PARTIAL: Final = ".partial"
 _SYNC_BYTES: Final = 64 << 20  # that may wait for the disk: dirty pages count as a limit's memory
-
-
-@contextlib.contextmanager
-def writing(what: str) -> Iterator[None]:
-    """Raise DiskWriteError for an OSError, saying `what` failed and that nothing is lost."""
-    try:
-        yield
-    except OSError as error:
-        raise DiskWriteError(
-            f"{what} failed: {os_reason(error)}; see to that and run the same command again: it "
-            "goes on where it stopped"
-        ) from error
 
 
 class ShardWriter:
@@ -46,7 +32,7 @@ class ShardWriter:
         with writing(f"writing {self._partial}"):
             self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
-                self._pwrite(header, 0)
+                write_at(self._file, memoryview(header), 0)
                 os.ftruncate(self._file, len(header) + end)
             except BaseException:
                 os.close(self._file)
@@ -79,17 +65,11 @@ class ShardWriter:
         if at + len(content) > nbytes:
             raise AssertionError(f"{name} has {nbytes} bytes, not {at + len(content)}")
         with writing(f"writing {self._partial}"):
-            self._pwrite(content, place + at)
+            write_at(self._file, content, place + at)
             self._unsynced += len(content)
             if self._unsynced >= _SYNC_BYTES:
                 sync_and_forget(self._file)
                 self._unsynced = 0
-
-    def _pwrite(self, content: bytes | memoryview, at: int) -> None:
-        view = memoryview(content)
-        while view:
-            done = os.pwrite(self._file, view, at)
-            view, at = view[done:], at + done
 
     def finish(self) -> None:
         """Make it durable and let it appear.  Raises DiskWriteError."""
@@ -101,6 +81,22 @@ class ShardWriter:
     def close(self) -> None:
         """Close the file; one that is not finished stays, and is begun anew the next time."""
         os.close(self._file)
+
+
+def write_at(file: int, content: memoryview, at: int) -> None:
+    """Write all of `content` from byte `at` of a file on.  Raises OSError."""
+    while content:
+        done = os.pwrite(file, content, at)
+        content, at = content[done:], at + done
+
+
+def read_at(file: int, content: memoryview, at: int) -> None:
+    """Fill `content` with what a file has from byte `at` on.  Raises OSError."""
+    while content:
+        done = os.preadv(file, [content], at)
+        if not done:
+            raise OSError("it ends too early")
+        content, at = content[done:], at + done
 
 
 def bytes_of(numbers: Tensor) -> memoryview:

@@ -113,7 +113,7 @@ class LayerWeights:
         """See Weights: not passed on, as there is no room for more than is leased."""
 
     def moe_backend(self, layer: int) -> None:
-        """See Weights: whoever computes leases."""
+        """See Weights: layers lease what they compute with."""
 
     def routed(self, layer: int, hidden: Tensor, experts: Tensor, scales: Tensor) -> None:
         """See Weights."""

@@ -39,7 +39,7 @@ FOLDABLE: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParamId:
     """A parameter of a block."""
 
     block: BlockId
@@ -54,8 +54,8 @@ class Folding:
     behind   all layers that multiply with it, by their columns
     """
 
-    before: Place
-    behind: tuple[Place, ...]
+    before: ParamId
+    behind: tuple[ParamId, ...]
 
 
 def leaders(names: Sequence[str]) -> dict[str, str]:
@@ -79,7 +79,7 @@ def foldings(architecture: str, blocks: Iterable[BlockSpec]) -> tuple[Folding, .
             found += _behind_norm(block, own, _BEHIND_ATTENTION_NORM)
             heads = _same_heads(block, blocks)
             if "v_proj" in own and "o_proj" in own and heads:
-                found.append(Folding(Place(block, "v_proj"), (Place(block, "o_proj"),)))
+                found.append(Folding(ParamId(block, "v_proj"), (ParamId(block, "o_proj"),)))
         elif block.kind is BlockKind.ROUTER:
             found += _behind_norm(block, own, _BEHIND_ROUTER_NORM, experts)
         elif block.kind is BlockKind.FFN:
@@ -87,19 +87,19 @@ def foldings(architecture: str, blocks: Iterable[BlockSpec]) -> tuple[Folding, .
         for prefix in ("", "shared_"):
             if f"{prefix}up_proj" in own:
                 up, down = f"{prefix}up_proj", f"{prefix}down_proj"
-                found.append(Folding(Place(block, up), (Place(block, down),)))
+                found.append(Folding(ParamId(block, up), (ParamId(block, down),)))
     return tuple(found)
 
 
 def _behind_norm(
     block: BlockId, own: Sequence[str], fed: Sequence[str], experts: Sequence[BlockId] = ()
 ) -> list[Folding]:
-    behind = [Place(block, name) for name in fed if name in own]
-    behind += [Place(expert, name) for expert in experts for name in _BEHIND_FFN_NORM]
-    return [Folding(Place(block, "norm"), tuple(behind))] if "norm" in own and behind else []
+    behind = [ParamId(block, name) for name in fed if name in own]
+    behind += [ParamId(expert, name) for expert in experts for name in _BEHIND_FFN_NORM]
+    return [Folding(ParamId(block, "norm"), tuple(behind))] if "norm" in own and behind else []
 
 
 def _same_heads(block: BlockId, blocks: Iterable[BlockSpec]) -> bool:
-    """Whether each query head has values of its own, so that o_proj's columns are v_proj's rows."""
+    """Whether o_proj's columns are v_proj's rows: there are as many value heads as query heads."""
     shapes = {p.name: p.shape for spec in blocks if spec.id == block for p in spec.params}
     return "v_proj" in shapes and shapes["v_proj"][0] == shapes["o_proj"][1]

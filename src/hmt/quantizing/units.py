@@ -11,7 +11,7 @@ from hmt.contracts.model import ModelSpec
 from hmt.quant import Sensitive
 from hmt.quant.methods.interface import Target
 from hmt.quantizing.options import QuantizeOptions
-from hmt.quantizing.structure import Place, leaders
+from hmt.quantizing.structure import ParamId, leaders
 from hmt.weights.binding import BoundBlock, BoundParam
 
 _WEIGHT: Final = ".weight"
@@ -32,8 +32,8 @@ class Unit:
 
     module: str
     shape: tuple[int, int]
-    places: tuple[Place, ...]
-    input: Place
+    places: tuple[ParamId, ...]
+    input: ParamId
     target: Target
     scales: str
 
@@ -167,7 +167,7 @@ def _unit(
     rows = sum(param.spec.shape[0] for param in params)
     columns = first.spec.shape[1]
     if record.shape != (rows, columns) or not record.name.endswith(_WEIGHT):
-        return "published in another form than a matrix of its own"
+        return "published in another form than one matrix"
     if any(sensitive.keeps(param.spec, block) for param in params):
         return "named in sensitive_layers.json"
     module = _module(record.name)
@@ -175,10 +175,10 @@ def _unit(
     if target is None:
         return "kept as asked" if columns % max(1, options.target.group_size) == 0 else "its width"
     params = sorted(params, key=lambda param: param.spec.rows or (0, 0))
-    places = tuple(Place(block, param.spec.name) for param in params)
+    places = tuple(ParamId(block, param.spec.name) for param in params)
     # Methods give scales that bf16 has; f16 has not all of them.
     scales = "F32" if record.dtype == "F32" else "BF16"
-    leader = Place(block, leading[places[0].name])
+    leader = ParamId(block, leading[places[0].name])
     return Unit(module, (rows, columns), places, leader, target, scales)
 
 

@@ -1,4 +1,4 @@
-"""Keys, values and state of whole sequences, which one layer needs for one step only."""
+"""A KV cache of whole sequences, of which one layer needs its part for one step only."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -2,6 +2,7 @@
 
 from hmt.text.channels import HarmonyReader
 from hmt.text.chat_template import read_template
+from hmt.text.documents import documents
 from hmt.text.grammar import Constraint
 from hmt.text.reasoning import ReasoningReader, ThoughtLimit
 from hmt.text.stream import StopStrings, TextStream

@@ -5,7 +5,6 @@ once behind a prompt that the prefix cache has.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import count
 
 from torch import Tensor
 from typing_extensions import override
@@ -21,16 +20,16 @@ from hmt.kernels import ops
 
 
 class Assistant:
-    """Runs a model without a KV cache of its own.  For the engine's thread."""
+    """Runs a model that attends to the verifier's KV cache.  For the engine's thread."""
 
     def __init__(self, runner: ModelRunner, kv_of: Callable[[int], int]) -> None:
         """`kv_of`: the handle that a request's sequence has in the verifier's KV cache now."""
         self._runner, self._kv_of = runner, kv_of
-        self._places: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
 
-    def stand_at(self, number: int, position: int) -> None:
+    def set_position(self, number: int, position: int) -> None:
         """A request's last token that is known is at `position`, behind what the cache has."""
-        self._places[number] = position
+        self._positions[number] = position
 
     def feed(
         self, number: int, tokens: Sequence[int], inputs: Tensor | None = None
@@ -39,8 +38,8 @@ class Assistant:
 
         Raises DiskReadError or NumericsError.
         """
-        place = self._places[number]
-        segment = SegmentRequest(self._kv_of(number), place, list(tokens), 1, num_pooled=1)
+        position = self._positions[number]
+        segment = SegmentRequest(self._kv_of(number), position, list(tokens), 1, num_pooled=1)
         last = LastHidden()
         try:
             logits = self._runner.run(SchedulerOutput((segment,)), last, inputs)
@@ -51,7 +50,7 @@ class Assistant:
 
     def close(self, number: int) -> None:
         """A request has ended."""
-        self._places.pop(number, None)
+        self._positions.pop(number, None)
 
 
 class AssistantProposer(Proposer):
@@ -82,11 +81,11 @@ class AssistantProposer(Proposer):
         seen, hidden = self._last.get(number, (0, None))
         if not seen or seen != len(tokens) - 1:
             return Draft()
-        self._model.stand_at(number, seen)
+        self._model.set_position(number, seen)
         found = self._model.feed(number, tokens[-1:], hidden)
-        names = (f"{self._kind} {depth}" for depth in count())
         return decoded(
-            self._model, number, found, names, self._vocab_size, most, worth,
+            self._model, number, found, lambda depth: f"{self._kind} {depth}",
+            self._vocab_size, most, worth,
             branches=self._branches,
         )  # fmt: skip
 

@@ -12,10 +12,8 @@ from hmt.engine.speculation.draft import Draft, Proposer, Worth
 from hmt.engine.speculation.draft_model import DraftModel, Prediction
 from hmt.engine.speculation.model_proposers import (
     MOST_PENDING,
+    DraftBuilder,
     PendingStates,
-    likeliest,
-    second_likeliest,
-    token_of_verifier,
 )
 from hmt.kernels import ops
 
@@ -58,19 +56,12 @@ class BlockProposer(Proposer):
             return Draft()
         asked = [tokens[-1], *[block.mask] * (block.tokens - 1)]
         logits = self._model.draft_block(number, states.take(), asked, block.tokens - block.first)
-        chosen, classes = list[int](), list[str]()
-        alternatives: tuple[Draft, ...] = ()
+        made = DraftBuilder(self._vocab_size, worth, self._inputs.tokens, branches=self._branches)
         for row in () if logits is None else islice(logits, most):
             found = Prediction(row, ops.logit_stats(row), torch.empty(0))
-            token = token_of_verifier(found.stats.best, self._inputs.tokens)
-            name = likeliest(found, f"{self._inputs.kind} {len(chosen)}")
-            if not found.stats.finite or token >= self._vocab_size or not worth(name):
+            if made.add(found, f"{self._inputs.kind} {len(made)}") is None:
                 break
-            if not chosen and self._branches:
-                alternatives = second_likeliest(row, name, self._vocab_size, self._inputs.tokens)
-            chosen.append(token)
-            classes.append(name)
-        return Draft(tuple(chosen), tuple(classes), alternatives)
+        return made.draft
 
     @override
     def ended(self, number: int) -> None:

@@ -4,15 +4,13 @@ OUT.partial/journal says what is complete.  OUT.partial/pack becomes OUT when ev
 durable; what was in OUT before is OUT.partial/old until the new pack is in its place.
 """
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from hmt.base.errors import ConfigError, DiskWriteError, os_reason
-from hmt.base.folders import sync_folder
+from hmt.base.errors import ConfigError, DiskWriteError
+from hmt.base.folders import sync_folder, writing
 from hmt.base.units import format_bytes
 from hmt.weights.pack.journal import Journal
 from hmt.weights.pack.manifest import MANIFEST, Manifest, encode
@@ -46,13 +44,13 @@ class PartialPack:
         self._force = force
         _check_place(self.out, force)
         _check_ours(self.folder)
-        with _writing(f"making {self.folder}"):
+        with writing(f"making {self.folder}"):
             self.pack.mkdir(parents=True, exist_ok=True)
             self.journal = Journal(self.folder / JOURNAL)
 
     def clear(self) -> None:
         """Remove what an earlier conversion has written.  Raises DiskWriteError."""
-        with _writing(f"clearing {self.pack}"):
+        with writing(f"clearing {self.pack}"):
             shutil.rmtree(self.pack)
             self.pack.mkdir()
 
@@ -67,7 +65,7 @@ class PartialPack:
 
     def write_file(self, name: str, content: bytes) -> None:
         """Write a small file, durably.  Raises DiskWriteError."""
-        with _writing(f"writing {self.pack / name}"), open(self.pack / name, "wb") as file:
+        with writing(f"writing {self.pack / name}"), open(self.pack / name, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -76,7 +74,7 @@ class PartialPack:
         """Make it the pack `out`.  All other files must be durable.  Raises DiskWriteError."""
         _check_place(self.out, self._force)
         self.write_file(MANIFEST, encode(manifest))
-        with _writing(f"moving the complete pack from {self.pack} to {self.out}"):
+        with writing(f"moving the complete pack from {self.pack} to {self.out}"):
             sync_folder(self.pack)
             if self.out.exists():
                 if self._old.exists():  # of a replacement that was killed
@@ -91,17 +89,6 @@ class PartialPack:
     def close(self) -> None:
         """Unlock it; what was written stays, for the next time."""
         self.journal.close()
-
-
-@contextlib.contextmanager
-def _writing(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DiskWriteError(
-            f"{what} failed: {os_reason(error)}; see to that and run the same command again: it "
-            "goes on where it stopped"
-        ) from error
 
 
 def _check_place(out: Path, force: bool) -> None:
