@@ -130,8 +130,8 @@ def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Enco
 
     whole = module_tree.read(config)
     tree = module_tree.build(whole, config["architectures"][0], dtype, by_name=False, listed=False)
-    windows.use(tree.model.config.vision_config)
     text = tree.model.get_decoder()
+    windows.use(tree.model, text)
     path = next(name for name, module in tree.model.named_modules() if module is text)
     token = int(next(getattr(whole, name) for name in _TOKENS if hasattr(whole, name)))
     kind = config["model_type"]

@@ -1,15 +1,17 @@
-"""Attention within windows of an image, all windows of a size at once.
+"""Attention within images and windows of them, all of a size at once.
 
 transformers' own code calls attention for each window.  Of an image of 1024 x 1024 pixels
 Qwen2.5-VL has 100 in each of 28 layers, and a GPU computes one sooner than the CPU asks for it.
+It also reads in each layer where windows begin, for which the CPU waits for the GPU.
 """
 
+import inspect
 from collections import defaultdict
 from itertools import pairwise
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
@@ -19,11 +21,15 @@ _NAME: Final = "hmt_windows_like_flash"
 _groups = WeakIdKeyDictionary()  # by where windows begin, which a tower's layers share
 
 
-def use(vision: Any) -> None:
-    """Let a tower of this configuration attend by `attend`; others than with windows stay."""
-    if getattr(vision, "fullatt_block_indexes", None) is not None:
-        AttentionInterface.register(_NAME, attend)
-        vision._attn_implementation = _NAME
+def use(model: nn.Module, text: nn.Module) -> None:
+    """Let attention of `model` that takes where sequences begin be `attend`, but for `text`'s."""
+    AttentionInterface.register(_NAME, attend)
+    others = set(text.modules())
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        takes = inspect.signature(module.forward).parameters
+        if module not in others and "cu_seqlens" in takes and config is not None:
+            config._attn_implementation = _NAME
 
 
 def attend(

@@ -43,6 +43,7 @@ class DeviceEncoder:
         self._memory: Tensor | None = None
         self._slots = self._places()
         self._there: dict[int, BlockId] = {}  # by the offset of their slot
+        self._views: dict[BlockId, Mapping[str, WeightTensor]] = {}  # in the memory
         self._last_use: dict[int, Event] = {}
 
     def _places(self) -> dict[BlockId, int]:
@@ -94,11 +95,12 @@ class DeviceEncoder:
         """The parameters of `block`, on the device.  Raises what reading raises."""
         assert self._memory is not None
         at, layout = self._slots[block], self._layouts[block]
-        memory = self._memory[at : at + layout.slot_bytes]
         if self._there.get(at) != block:
-            self._bring(block, at, memory)
+            self._bring(block, at, self._memory[at : at + layout.slot_bytes])
+        if block not in self._views:
+            self._views[block] = layout.views(self._memory[at : at + layout.slot_bytes])
         try:
-            yield layout.views(memory)
+            yield self._views[block]
         finally:
             self._last_use[at] = self._device.record_event()
 
@@ -122,6 +124,7 @@ class DeviceEncoder:
                 self._device.synchronize()
                 self._there.clear()
                 self._last_use.clear()
+                self._views.clear()
                 self._memory = None
                 self._device.empty_cache()
                 self._account.release(self._account.limit_bytes)
