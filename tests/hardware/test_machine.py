@@ -308,18 +308,18 @@ def test_a_gpus_rates_come_from_calls_that_repeat(monkeypatch: pytest.MonkeyPatc
 def test_what_a_driver_will_take_is_part_of_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, config = FakeDevice(), EngineConfig.resolve(gpu_id="0", gpu_memory="2GiB")
-    before = device_budget(device, config)
+    device, limit = FakeDevice(), 2 << 30
+    before = device_budget(device, limit)
     machine_for(tmp_path)
 
     def probed(nbytes: int) -> None:
         remember_device(DeviceRates(device.name, 0, driver_bytes=nbytes))
 
     probed(1 << 30)
-    assert before - device_budget(device, config) == pytest.approx(1 << 30, rel=0.02)
+    assert before - device_budget(device, limit) == pytest.approx(1 << 30, rel=0.02)
     probed(2 << 30)
     with pytest.raises(BudgetError, match="less than the driver takes"):
-        device_budget(device, config)
+        device_budget(device, limit)
     probed(0)
     # What it is: in a process of its own, beside tensors; there is no driver here.
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(1e9))

@@ -6,10 +6,12 @@ import torch
 
 from hmt.base.trace import Tracer
 from hmt.contracts.model import MOST_DRAFTS, Model
+from hmt.contracts.plan import Plan
 from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExecutor, PlainExecutor
+from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.graphs.selection import open_graphs
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.step_observers import open_observers
@@ -21,7 +23,7 @@ from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.step_meter import StepMeter
 from hmt.kernels.ops import LogitStats
 from hmt.planner import scored_rows
-from hmt.weights import WeightsView
+from hmt.weights import DeviceWeights, SplitWeights, WeightStore, WeightsView
 
 
 class ModelRunner:
@@ -38,9 +40,8 @@ class ModelRunner:
     def __init__(
         self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
     ) -> None:
-        on_device = memory.on_device
         self._images = memory.images
-        self._weights = memory.weights if on_device is None else on_device.weights
+        self._weights = _weights_of(memory, prepared.plan)
         observers, self.expert_prefetcher = open_observers(
             prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
         )
@@ -110,6 +111,14 @@ class ModelRunner:
         return seconds
 
 
+def _weights_of(memory: Memory, plan: Plan) -> WeightStore | DeviceWeights | SplitWeights:
+    """Those that layers compute with, wherever they do."""
+    parts = {there.index: there.weights for there in memory.on_devices}
+    if len(parts) > 1:
+        return SplitWeights(memory.weights, parts, plan)
+    return next(iter(parts.values()), memory.weights)
+
+
 def _open_executor(
     prepared: Prepared,
     config: EngineConfig,
@@ -128,8 +137,10 @@ def _open_executor(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,
     )  # fmt: skip
-    graphs = None
-    if on_device is not None:
+    graphs: GraphRunner | str | None = None
+    if len(memory.on_devices) > 1:
+        graphs = "layers are on several GPUs"
+    elif on_device is not None:
         tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
         graphs = open_graphs(model, weights, plan, on_device, kv, tokens, prepared.layouts)
     inputs = None if memory.draft is None else memory.draft.inputs

@@ -94,7 +94,10 @@ def open_kv(
     for part in on_devices:
         there = [i for i in range(spec.layers) if stage_devices.get(i) == part.index]
         if there:
-            caches[part.index] = opened(there, part.kv_pool, device=part.device)
+            allocator = next((cache.allocator for cache in caches.values()), None)
+            caches[part.index] = opened(
+                there, part.kv_pool, device=part.device, allocator=allocator
+            )
             stack.callback(caches[part.index].release)
     if on_devices and here:
         allocator = next((cache.allocator for cache in caches.values()), None)
