@@ -12,7 +12,8 @@ from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExecutor, PlainExecutor
 from hmt.engine.execution.graphs.runner import GraphRunner
-from hmt.engine.execution.graphs.selection import open_graphs
+from hmt.engine.execution.graphs.selection import open_graphs, open_split_graphs
+from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.step_observers import open_observers
 from hmt.engine.experts.ab_gate import ABResult
@@ -137,11 +138,13 @@ def _open_executor(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,
     )  # fmt: skip
-    graphs: GraphRunner | str | None = None
+    graphs: GraphRunner | SplitGraphRunner | str | None = None
+    tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
     if len(memory.on_devices) > 1:
-        graphs = "layers are on several GPUs"
+        graphs = open_split_graphs(
+            model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts
+        )
     elif on_device is not None:
-        tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
         graphs = open_graphs(model, weights, plan, on_device, kv, tokens, prepared.layouts)
     inputs = None if memory.draft is None else memory.draft.inputs
     layers = () if inputs is None else inputs.layers

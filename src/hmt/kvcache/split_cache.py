@@ -33,6 +33,11 @@ class SplitKVCache:
         (self.allocator,) = allocators.values()
 
     @property
+    def parts(self) -> Mapping[int | None, PagedKV | TieredKV]:
+        """The caches, by device."""
+        return self._by_device
+
+    @property
     def there(self) -> PagedKV | TieredKV:
         """The cache of the first device."""
         return next(cache for device, cache in self._by_device.items() if device is not None)

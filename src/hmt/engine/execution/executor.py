@@ -18,6 +18,7 @@ from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Priority, Weights
 from hmt.engine.execution.graphs.runner import GraphRunner
+from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
 from hmt.engine.execution.prefetch import ReadAhead
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.outputs.prompt_outputs import PromptOutputSink, PromptOutputSource
@@ -233,7 +234,7 @@ class OverlappedExecutor(Executor):
         ahead: ReadAhead,
         tracer: Tracer | None = None,
         places: DeviceStages | None = None,
-        graphs: GraphRunner | str | None = None,
+        graphs: GraphRunner | SplitGraphRunner | str | None = None,
         scored_rows: int = 1,
         shown_layers: Sequence[int] = (),
     ) -> None:
@@ -244,7 +245,7 @@ class OverlappedExecutor(Executor):
         """
         super().__init__(model, weights, kv, tracer, places, scored_rows)
         self._ahead = ahead
-        self.graphs = graphs if isinstance(graphs, GraphRunner) else None
+        self.graphs = None if isinstance(graphs, str) else graphs
         self._obstacle = graphs if isinstance(graphs, str) else ""
         self._together: Sequence[tuple[range, FusedLayers]] = ()
         if self._places.alike:

@@ -101,7 +101,8 @@ def _share_lines(
     copied = {b.layer for b in device.computes if plan.homes[b] is not Tier.DEVICE}
     text = f"  computes {layers} of {demand.spec.layers} layers"
     if not alone and layers:
-        text += f" ({min(device.stages)} to {max(device.stages - {demand.spec.layers})})"
+        own = sorted(device.stages - {demand.spec.layers})
+        text += f" (from {own[0]} to {own[-1]})"
     if copied:
         text += f", of which {len(copied)} are copied there in every step"
     sizes = {block.id: block.slot_bytes for block in demand.blocks}

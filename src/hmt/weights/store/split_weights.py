@@ -16,6 +16,8 @@ class SplitWeights:
 
     What no device computes comes from host memory.  Tokens are looked up by the first device that
     can read their table, or in host memory.
+
+    looks_up_tokens   whether any device can
     """
 
     def __init__(self, store: WeightStore, parts: Mapping[int, DeviceWeights], plan: Plan) -> None:
@@ -31,6 +33,7 @@ class SplitWeights:
             stage: parts[index] for stage, index in plan.stage_devices.items() if index in parts
         }
         self.count, self.request_rows, self.routed = store.count, store.request_rows, store.routed
+        self.looks_up_tokens = any(part.looks_up_tokens for part in parts.values())
         finding = (part for part in parts.values() if part.looks_up_tokens)
         self.rows = next(finding, next(iter(parts.values()))).rows
 
