@@ -121,7 +121,7 @@ def test_what_several_devices_do_not_have_is_refused(options: dict[str, str], me
 
 
 def test_budgets_are_one_for_each_device() -> None:
-    with pytest.raises(BudgetError, match="GPU 2 of 2.*smallest attention takes"):
+    with pytest.raises(BudgetError, match=r"GPU 2 of 2.*smallest attention takes"):
         run("dense", gpu_memory="16MiB,2MiB", **TWO)
     many = ",".join(["fake"] * 40)
     with pytest.raises(BudgetError, match="40 GPUs were asked for"):

@@ -14,7 +14,6 @@ from hmt.base import json_store
 from hmt.base.errors import BudgetError
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
-from hmt.engine import EngineConfig
 from hmt.engine.loading.device import device_budget
 from hmt.hardware import attention_rates, device_rates, gemm_rates, machine, ram_rate
 from hmt.hardware.link_rates import LinkRates

@@ -67,7 +67,7 @@ def open_graphs(
     if not isinstance(kv, PagedKV):
         return "the CPU computes some layers"
     if homes != {Tier.DEVICE}:
-        return captured(model, own, kv, device, host_ffn=True)
+        return captured(model, own, kv, device, host_ffn=True, head=head)
     experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
     away = {b.layer for b in experts if plan.homes[b] is not Tier.DEVICE}
     if experts and weights is not own:
