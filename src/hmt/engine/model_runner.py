@@ -6,14 +6,11 @@ import torch
 
 from hmt.base.trace import Tracer
 from hmt.contracts.model import MOST_DRAFTS, Model
-from hmt.contracts.plan import Plan
 from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExecutor, PlainExecutor
-from hmt.engine.execution.graphs.runner import GraphRunner
-from hmt.engine.execution.graphs.selection import open_graphs, open_split_graphs
-from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
+from hmt.engine.execution.graphs.selection import captures_of
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.step_observers import open_observers
 from hmt.engine.experts.ab_gate import ABResult
@@ -24,7 +21,7 @@ from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.step_meter import StepMeter
 from hmt.kernels.ops import LogitStats
 from hmt.planner import scored_rows
-from hmt.weights import DeviceWeights, SplitWeights, WeightStore, WeightsView
+from hmt.weights import WeightsView
 
 
 class ModelRunner:
@@ -42,7 +39,7 @@ class ModelRunner:
         self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
     ) -> None:
         self._images = memory.images
-        self._weights = _weights_of(memory, prepared.plan)
+        self._weights = memory.layer_weights(prepared.plan)
         observers, self.expert_prefetcher = open_observers(
             prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
         )
@@ -112,14 +109,6 @@ class ModelRunner:
         return seconds
 
 
-def _weights_of(memory: Memory, plan: Plan) -> WeightStore | DeviceWeights | SplitWeights:
-    """Those that layers compute with, wherever they do."""
-    parts = {there.index: there.weights for there in memory.on_devices}
-    if len(parts) > 1:
-        return SplitWeights(memory.weights, parts, plan)
-    return next(iter(parts.values()), memory.weights)
-
-
 def _open_executor(
     prepared: Prepared,
     config: EngineConfig,
@@ -128,7 +117,7 @@ def _open_executor(
     model: Model,
     weights: Weights,
 ) -> Executor:
-    plan, kv, on_device = prepared.plan, memory.kv, memory.on_device
+    plan, kv = prepared.plan, memory.kv
     places = DeviceStages(memory.on_devices, plan.stage_devices)
     rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
     if config.executor == "plain":
@@ -138,14 +127,8 @@ def _open_executor(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,
     )  # fmt: skip
-    graphs: GraphRunner | SplitGraphRunner | str | None = None
     tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
-    if len(memory.on_devices) > 1:
-        graphs = open_split_graphs(
-            model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts
-        )
-    elif on_device is not None:
-        graphs = open_graphs(model, weights, plan, on_device, kv, tokens, prepared.layouts)
+    graphs = captures_of(model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts)
     inputs = None if memory.draft is None else memory.draft.inputs
     layers = () if inputs is None else inputs.layers
     return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows, layers)

@@ -74,14 +74,13 @@ def allocate(
         stack.callback(weights.close)
         weights.load_residents(progress)
         on_devices: tuple[OnDevice, ...] = ()
-        for share in plan.devices:
-            if share.stages:  # a search may find the CPU alone faster
-                there = load_on_device(
-                    devices[share.index], plan, share, model, prepared.layouts, weights,
-                    pools["resident"], ledger, stack, progress,
-                    on_devices[0].host_is_pinned if on_devices else None,
-                )  # fmt: skip
-                on_devices += (there,)
+        for share in (share for share in plan.devices if share.stages):  # a search may find none
+            pinned = on_devices[0].host_is_pinned if on_devices else None
+            there = load_on_device(
+                devices[share.index], plan, share, model, prepared.layouts, weights,
+                pools["resident"], ledger, stack, progress, pinned,
+            )  # fmt: skip
+            on_devices += (there,)
         drafts = prepared.demand.draft_tokens
         kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack, drafts)
         prefixes = open_prefixes(model, prepared.source, config, kv, pools["prefixes"], stack)

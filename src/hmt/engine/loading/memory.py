@@ -15,7 +15,7 @@ from hmt.engine.run_summary import DeviceAccount, ExpertAccount
 from hmt.kvcache import AnyKV, SplitKVCache, TieredKV
 from hmt.kvcache.prefix import PrefixCache
 from hmt.memory import Account, HostPool, PoolStats
-from hmt.weights import WeightStore
+from hmt.weights import DeviceWeights, SplitWeights, WeightStore
 
 
 @dataclass(slots=True)
@@ -37,6 +37,13 @@ class Memory:
     def on_device(self) -> OnDevice | None:
         """What the model has on the first device that takes part; None without one."""
         return self.on_devices[0] if self.on_devices else None
+
+    def layer_weights(self, plan: Plan) -> WeightStore | DeviceWeights | SplitWeights:
+        """Those that layers compute with, wherever they do."""
+        if len(self.on_devices) > 1:
+            members = {there.index: (there.weights, there.device) for there in self.on_devices}
+            return SplitWeights(self.weights, members, plan)
+        return self.weights if self.on_device is None else self.on_device.weights
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes of host memory in use now, by purpose; those of a small model are "draft"."""

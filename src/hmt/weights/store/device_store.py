@@ -301,11 +301,7 @@ class DeviceWeights:
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """See Weights."""
-        self._store.request([b for b in blocks if not self.keeps(b)], priority)
-
-    def keeps(self, block: BlockId) -> bool:
-        """Whether a block lives on the device."""
-        return block in self._resident
+        self._store.request([b for b in blocks if b not in self._resident], priority)
 
     def abandon(self) -> None:
         """Forget what was asked for ahead of time: the step that asked has failed."""

@@ -3,9 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from torch import Tensor
+
 from hmt.contracts.blocks import BlockId
-from hmt.contracts.plan import Plan
+from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import LeasedGroup, MoeBackend, Priority, ResidentBlock
+from hmt.memory.device import Device
 from hmt.weights.experts.moe_backends import Params
 from hmt.weights.store.block_store import WeightStore
 from hmt.weights.store.device_store import DeviceWeights
@@ -20,9 +23,12 @@ class SplitWeights:
     looks_up_tokens   whether any device can
     """
 
-    def __init__(self, store: WeightStore, parts: Mapping[int, DeviceWeights], plan: Plan) -> None:
-        """`parts` by the devices' indices in `plan`."""
-        self._store, self._parts = store, parts
+    def __init__(
+        self, store: WeightStore, members: Mapping[int, tuple[DeviceWeights, Device]], plan: Plan
+    ) -> None:
+        """`members` by the devices' indices in `plan`."""
+        parts = {index: weights for index, (weights, _) in members.items()}
+        self._store, self._parts, self._homes = store, parts, plan.homes
         self._by_block = {
             block: parts[share.index]
             for share in plan.devices
@@ -34,8 +40,8 @@ class SplitWeights:
         }
         self.count, self.request_rows, self.routed = store.count, store.request_rows, store.routed
         self.looks_up_tokens = any(part.looks_up_tokens for part in parts.values())
-        finding = (part for part in parts.values() if part.looks_up_tokens)
-        self.rows = next(finding, next(iter(parts.values()))).rows
+        able = (member for member in members.values() if member[0].looks_up_tokens)
+        self._lookups = next(able, next(iter(members.values())))
 
     def lease(self, block: BlockId) -> AbstractContextManager[Params]:
         """See Weights."""
@@ -59,8 +65,13 @@ class SplitWeights:
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """See Weights."""
-        away = [b for b in blocks if b not in self._by_block or not self._by_block[b].keeps(b)]
+        away = [block for block in blocks if self._homes[block] is not Tier.DEVICE]
         self._store.request(away, priority)
+
+    def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
+        """See Weights."""
+        with self._lookups[1].compute_stream():
+            return self._lookups[0].rows(block, name, ids)
 
     def moe_backend(self, layer: int) -> MoeBackend | None:
         """See Weights."""

@@ -23,6 +23,23 @@ _MAX_PROMPT_LOGIT_ROWS = 32
 _OUTSIDE = (BlockKind.EMBEDDING, BlockKind.VISION)
 
 
+def captures_of(
+    model: Model,
+    weights: Weights,
+    plan: Plan,
+    on_devices: Sequence[OnDevice],
+    kv: AnyKV,
+    rows: int,
+    layouts: Mapping[BlockId, BlockLayout],
+) -> GraphRunner | SplitGraphRunner | str | None:
+    """What captures steps, or why nothing does, for people; None without a device."""
+    if len(on_devices) > 1:
+        return open_split_graphs(model, weights, plan, on_devices, kv, rows, layouts)
+    if not on_devices:
+        return None
+    return open_graphs(model, weights, plan, on_devices[0], kv, rows, layouts)
+
+
 def open_graphs(
     model: Model,
     weights: Weights,
