@@ -118,8 +118,6 @@ def open_split_graphs(
     weights   those of all rows
     """
     spec, devices = model.spec, plan.stage_devices
-    if spec.state_bytes:
-        return "layers with recurrent state are on several GPUs"
     if any(devices.get(at) != devices.get(of) for at, of in spec.kv_sources.items()):
         return "layers on several GPUs share keys and values"
     if not isinstance(kv, SplitKVCache) or None in kv.parts:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hmt.base.errors import MachineError
 from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import Weights
@@ -59,21 +60,34 @@ class SplitGraphRunner:
         return (*(row for _, row in self._rows), self._last)
 
     def __call__(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor | None:
-        """See GraphRunner."""
+        """See GraphRunner.
+
+        Raises MachineError where a row cannot be captured, and recurrent state has advanced in
+        those before it: the step cannot be computed in another way.
+        """
         for row in self.parts:
             row.has_captured = False
             if not row.takes(step):
                 return None
         given = self._model.embed(step, self._weights) if self._embeds else None
-        for device, row in self._rows:
+        for number, (device, row) in enumerate(self._rows):
             row.given = given
             with device.compute_stream():
                 given = row.pass_on(step)
             if given is None:
-                return None
+                return self._left_to_others(after=number)
         self._last.given = given
         with self._last_device.compute_stream():
-            return self._last(step, viewer)
+            logits = self._last(step, viewer)
+        return self._left_to_others(after=len(self._rows)) if logits is None else logits
+
+    def _left_to_others(self, *, after: int) -> None:
+        """A row was not captured, `after` so many others have computed the step."""
+        if after and self._model.spec.state_bytes:
+            raise MachineError(
+                f"a step could not be captured ({self.failure}) when layers on another GPU had "
+                "changed recurrent state: ask again, steps are not captured any more"
+            )
 
     def verifies(self, sequences: int) -> bool:
         """See GraphRunner."""
