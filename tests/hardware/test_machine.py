@@ -273,7 +273,7 @@ def test_overheads_of_steps_are_measured_for_real(
     assert 0 <= step_overheads.disk_block_overhead_s(replace(known, cpu=cpu)) < 1
     # Of a GPU, from an emulated one: there it is a CPU that computes.
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(1e9))
-    options = {"gpu_id": "fake", "gpu_memory": "256MiB", "host_memory": "256MiB"}
+    options = {"gpus": "fake", "gpu_memory": "256MiB", "host_memory": "256MiB"}
     gpu = DeviceRates("a fake device", 1 << 28, link_rate=1e9)
     compute = step_overheads.device_overheads(replace(known, devices=(gpu,)), options)
     assert all(0 <= value < 10 for name, value in asdict(compute).items() if name.endswith("_s"))
@@ -326,7 +326,7 @@ def test_what_a_driver_will_take_is_part_of_the_limit(
     monkeypatch.setattr(device_process_memory, "_LAYERS", 1)
     monkeypatch.setattr(probe_models, "_EXPERTS", replace(probe_models._EXPERTS, experts=8))
     monkeypatch.setattr(FakeDevice, "reserved_bytes", lambda device: device.used_bytes() - 5)
-    given = {"gpu_id": "fake", "gpu_memory": "256MiB", "host_memory": "256MiB"}
+    given = {"gpus": "fake", "gpu_memory": "256MiB", "host_memory": "256MiB"}
     assert device_process_memory._measured({**given, "context": 1024}) == 5
 
 

@@ -58,7 +58,7 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
     }
     if case.gpu_memory is not None:
         return options | {
-            "gpu_id": "0",
+            "gpus": "0",
             "gpu_memory": case.gpu_memory,
             "host_memory": "60GiB",
             "disk_reader": "buffered",  # packs are small: their first layers come from the disk

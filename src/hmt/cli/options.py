@@ -55,8 +55,10 @@ class EngineOptions:
     gpus: Annotated[
         str | None,
         _memory(
+            "--gpus",
+            "--gpu-id",
             help="Which GPU, by number; layers are spread over several: 0,1. 90% of their free "
-            "memory without --gpu-memory."
+            "memory without --gpu-memory.",
         ),
     ] = None
     quant: Annotated[

@@ -23,7 +23,7 @@ def probe(
     quick: Annotated[
         bool, typer.Option("--quick", help="Two ways of reading instead of sixty.")
     ] = False,
-    gpus: Annotated[
+    gpu_id: Annotated[
         str | None,
         typer.Option(
             help="Measure this GPU, too: 0 for the first. Kernels are compiled for it, which may "
@@ -50,7 +50,7 @@ def probe(
     if toml is not None:
         _write(toml, None)  # measuring takes minutes: who cannot have the file is told before
     # Refuses what is no number, and who has no GPU.
-    device = next(iter(open_devices(EngineConfig.resolve(gpus=gpus))), None)
+    device = next(iter(open_devices(EngineConfig.resolve(gpus=gpu_id))), None)
     before = probed()
     results: list[DiskRate] = []
     with notes().status("measuring memory") as status:
@@ -60,9 +60,9 @@ def probe(
             status.update(f"measuring the disk: {format_rate(result.rate)}")
 
         machine = measure(path, quick=quick, progress=show)
-        if device is not None and gpus is not None:
+        if device is not None and gpu_id is not None:
             status.update("measuring the GPU")
-            machine = measure_device(path, device, gpus, quick=quick)
+            machine = measure_device(path, device, gpu_id, quick=quick)
     console = Console(highlight=False)
     for line in _lines(machine, path, results, quick=quick):
         console.print(line)

@@ -9,7 +9,6 @@ RETIRED = {
     "--also": "--extra-model",
     "--cache-policy": "--expert-cache-policy",
     "--disk-path": "--spill-dir",
-    "--gpu-id": "--gpus",
     "--guesses": "--expert-prefetch",
     "--kv-device-memory": "--kv-gpu-memory",
     "--kv-disk": "--kv-offload-dir",

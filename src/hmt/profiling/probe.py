@@ -62,7 +62,7 @@ def measure(
     return machine_of(rates)
 
 
-def measure_device(path: Path, device: Device, gpus: str, *, quick: bool) -> Machine:
+def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> Machine:
     """Measure a GPU, and remember it; the rest is as remembered.
 
     quick   fewer encodings; memory of processes and of the driver as it was
@@ -81,7 +81,7 @@ def measure_device(path: Path, device: Device, gpus: str, *, quick: bool) -> Mac
         driver_bytes=known_driver_bytes,
     )
     remember_device(rates)
-    options = {"gpus": gpus, "gpu_memory": "2GiB", "host_memory": "512MiB"}
+    options = {"gpus": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
     machine = with_device(machine_for(path), device)
     rates = replace(rates, compute=device_overheads(machine, options))
     if not quick:

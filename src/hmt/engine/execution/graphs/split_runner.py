@@ -75,13 +75,16 @@ class SplitGraphRunner:
             with device.compute_stream():
                 given = row.pass_on(step)
             if given is None:
-                return self._left_to_others(after=number)
+                self._check_undone(after=number)
+                return None
         self._last.given = given
         with self._last_device.compute_stream():
             logits = self._last(step, viewer)
-        return self._left_to_others(after=len(self._rows)) if logits is None else logits
+        if logits is None:
+            self._check_undone(after=len(self._rows))
+        return logits
 
-    def _left_to_others(self, *, after: int) -> None:
+    def _check_undone(self, *, after: int) -> None:
         """A row was not captured, `after` so many others have computed the step."""
         if after and self._model.spec.state_bytes:
             raise MachineError(
