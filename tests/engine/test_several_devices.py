@@ -91,6 +91,16 @@ def test_steps_are_captured_by_device(room: str, batch: int) -> None:
     assert answers[0] == answers[1]
 
 
+def test_draft_tokens_are_verified_on_all_devices() -> None:
+    text, answers = "The cat sat on the mat. " * 6, []
+    for gpu in ({}, {"gpu_memory": "64MiB", **TWO}):
+        with hmt.Engine(context=512, host_memory="64MiB", speculate="lookup", **gpu) as engine:
+            model = engine.load_model(MODELS["dense"])
+            answers.append(model.infer(hmt.Request(input=text, max_new_tokens=60)).token_ids)
+            drafts = model.summary().speculation
+    assert answers[0] == answers[1] and drafts is not None and drafts.accepted
+
+
 def test_beams_share_pages_as_on_one_device() -> None:
     """Pages are copied on every device that has some of a sequence's."""
     answers = []

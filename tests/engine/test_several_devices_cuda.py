@@ -41,7 +41,7 @@ def answers(
     kind: str, gpus: str, weights_bytes: int, quantization: str | None
 ) -> tuple[torch.Tensor, list[list[int]], hmt.LoadedModel]:
     """Logits of TOKENS, a prompt of 64 and then one by one, and what three requests get."""
-    options = {"host_memory": "256MiB", "context": 1024, "dtype": "float32", "gpus": gpus}
+    options = {"host_memory": "256MiB", "context": 512, "dtype": "float32", "gpus": gpus}
     options |= {"quantization": quantization, "gpu_memory": taken(gpus, weights_bytes)}
     with hmt.Engine(**options, max_batch=3) as engine:
         model = engine.load_model(MODELS[kind])
@@ -61,7 +61,7 @@ def test_resident_layers_give_the_bits_of_one_gpu(quantization: str | None) -> N
 
 def test_copied_layers_give_the_bits_of_one_gpu() -> None:
     one = answers("dense", "0", 1 << 30, None)
-    two = answers("dense", "0,1", 9 << 20, None)
+    two = answers("dense", "0,1", 21 << 19, None)
     assert any(share.slot_counts for share in two[2].plan.devices), "some are copied"
     assert torch.equal(one[0], two[0]) and one[1] == two[1]
 
@@ -76,7 +76,7 @@ def test_resident_experts_give_the_bits_of_one_gpu() -> None:
     assert torch.equal(one[0], two[0]) and one[1] == two[1]
 
 
-@pytest.mark.parametrize("weights_bytes", [9 << 20, 7 << 20])
+@pytest.mark.parametrize("weights_bytes", [29 << 18, 33 << 18])
 def test_experts_are_cached_on_each_gpu(weights_bytes: int) -> None:
     """What the CPU computes is added last: in other digits, by what is cached."""
     one = answers("moe", "0", 1 << 30, "w4a16:32")

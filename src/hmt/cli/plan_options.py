@@ -40,6 +40,8 @@ def planned_for(
     from hmt.planner.what_if.objectives import choices_of_users, plan_for_objective
 
     config, profile, goal = _resolved(engine, asked)
+    if goal is not None or profile is not None:
+        _refuse_several(config, "goals and profiles are searched for")
     if asked.machine is None and isinstance(config.numa, tuple):
         choose(config.numa, host_bytes=0)  # which refuses nodes that are not there
     source = str(asked.model or choose_model(asked.model))
@@ -116,11 +118,7 @@ def _setting_there(
     from hmt.planner.placement.numa import on_numa_nodes
 
     machine, arguments = read_machine(name), engine.arguments()
-    if len(config.gpus or ()) > 1 or len(config.gpu_memory_bytes or ()) > 1:
-        raise ConfigError(
-            "several GPUs were asked for, and machines that are described are planned for with one "
-            "of theirs: leave --gpus out, and give --gpu-memory one size"
-        )
+    _refuse_several(config, "machines that are described are planned for")
     _check_budgets(machine, arguments, config)
     if isinstance(config.numa, tuple) and not set(config.numa) <= set(range(machine.numa_nodes)):
         raise ConfigError(
@@ -135,6 +133,15 @@ def _setting_there(
         host_bytes=given,
         device_bytes=None if config.gpu_memory_bytes is None else sum(config.gpu_memory_bytes),
     )
+
+
+def _refuse_several(config: "EngineConfig", what: str) -> None:
+    """Raise ConfigError for several GPUs: so far `what` is for one."""
+    if len(config.gpus or ()) > 1 or len(config.gpu_memory_bytes or ()) > 1:
+        raise ConfigError(
+            f"several GPUs were asked for, and {what} with one of them: name one with --gpus, and "
+            "give --gpu-memory one size"
+        )
 
 
 def _check_budgets(machine: "Machine", arguments: dict[str, Any], config: "EngineConfig") -> None:
@@ -199,6 +206,7 @@ def _here(path: Path, config: "EngineConfig", prompt: int | None) -> "Scenario":
     from hmt.hardware.machine import machine_for, with_device
     from hmt.planner.placement.numa import on_numa_nodes
 
+    _refuse_several(config, "alternatives, and models without weights, are planned for")
     devices, room = _room(config)  # before anything is measured there, which takes memory
     machine = machine_for(path)
     if devices:
