@@ -9,9 +9,12 @@ import torch
 import hmt
 from hmt.base.errors import BudgetError, ConfigError
 from hmt.cli.options import embedded_model
+from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Plan, Tier
+from hmt.engine.snapshot import ExpertTier
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
+from hmt.weights.store import device_store
 
 MODELS = {"dense": embedded_model(), "moe": Path(__file__).parents[2] / "assets" / "mini-moe"}
 TOKENS = list(range(20, 60))
@@ -99,6 +102,30 @@ def test_draft_tokens_are_verified_on_all_devices() -> None:
             answers.append(model.infer(hmt.Request(input=text, max_new_tokens=60)).token_ids)
             drafts = model.summary().speculation
     assert answers[0] == answers[1] and drafts is not None and drafts.accepted
+
+
+def test_experts_are_cached_on_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts compute all of them there; single tokens some, as one device's tests say."""
+    monkeypatch.setattr(device_store, "_MOST_EXPERTS_TOKENS", 24)
+    options = {"context": 256, "host_memory": "64MiB", "quantization": "w4a16:32"}
+    with hmt.Engine(**options) as engine:
+        wanted = engine.load_model(MODELS["moe"]).logits(TOKENS, range(40), prefill=24)
+    with hmt.Engine(gpu_memory=13 << 19, **TWO, **options) as engine:
+        model = engine.load_model(MODELS["moe"])
+        shares = model.plan.devices
+        assert all(share.expert_slots and share.staging_slots for share in shares)
+        found = model.logits(TOKENS, range(40), prefill=24)
+        assert torch.equal(found[:24], wanted[:24])
+        assert (found - wanted).norm() / wanted.norm() < 1e-5
+        experts, spec = [b for b in model.plan.homes if b.kind is BlockKind.EXPERT], model.prepared
+        layers = len({block.layer for block in experts})
+        account = model.summary().device.experts
+        assert account.needed == 16 * layers * spec.model.spec.experts_per_token
+        seen = model.begin_snapshot().result().experts
+        assert seen.counted.all() and len(seen.layers) == layers
+        for row, layer in enumerate(seen.layers):
+            slots = next(share.expert_slots for share in shares if layer in share.stages)
+            assert 0 < (seen.places[row] == ExpertTier.DEVICE).sum() <= slots
 
 
 def test_beams_share_pages_as_on_one_device() -> None:
