@@ -128,6 +128,20 @@ def test_experts_are_cached_on_each_device(monkeypatch: pytest.MonkeyPatch) -> N
             assert 0 < (seen.places[row] == ExpertTier.DEVICE).sum() <= slots
 
 
+def test_prompts_share_pages_on_all_devices(tmp_path: Path) -> None:
+    """In memory, and over a disk with an engine that has one device."""
+    text, answers = "Once upon a time there was a little dog. " * 4, []
+    for gpu in (TWO, {"gpus": "fake"}, TWO):
+        options = {"gpu_memory": "64MiB", "prefix_cache_dir": tmp_path, **gpu}
+        with hmt.Engine(context=1024, host_memory="64MiB", **options) as engine:
+            model = engine.load_model(MODELS["dense"])
+            requests = [hmt.Request(input=text + end, max_new_tokens=8) for end in "aba"]
+            answers.append([model.infer(request).token_ids for request in requests])
+            counts = model.summary().prefixes
+            assert counts["hits"] and bool(counts["drive_read_pages"]) is bool(answers[1:])
+    assert answers[0] == answers[1] == answers[2]
+
+
 def test_beams_share_pages_as_on_one_device() -> None:
     """Pages are copied on every device that has some of a sequence's."""
     answers = []
@@ -145,7 +159,6 @@ def test_beams_share_pages_as_on_one_device() -> None:
     ("options", "message"),
     [
         ({"goal": "latency"}, "search for a plan chooses for one GPU"),
-        ({"prefix_cache": True}, "lie on one GPU alone"),
         ({"kv_gpu_memory": "1MiB"}, "leave one GPU alone"),
         ({"speculate": "mtp"}, "beside a model on one GPU"),
         ({"gpu_memory": "8MiB,8MiB,8MiB"}, "3 sizes, and 2 GPUs"),

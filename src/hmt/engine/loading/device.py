@@ -74,14 +74,12 @@ def check_several(config: EngineConfig) -> None:
     refused = {
         "goal": config.goal is not None,
         "profile": config.profile is not None,
-        "prefix_cache": config.prefix_cache,
         "kv_gpu_memory": config.kv_gpu_memory_bytes is not None,
         "speculate": config.speculate.startswith(("mtp", "draft")),
     }
     reasons = {
         "goal": "the search for a plan chooses for one GPU",
         "profile": "a profile says what one GPU gets",
-        "prefix_cache": "prompts share keys and values that lie on one GPU alone",
         "kv_gpu_memory": "keys and values that do not fit leave one GPU alone",
         "speculate": "a draft model computes beside a model on one GPU",
     }
