@@ -177,7 +177,7 @@ def competitors(
     # not, so nothing is read on a guess.
     options: dict[str, Any] = {"host_memory": budget, "context": context, "expert_prefetch": False}
     if gpu_memory is not None:
-        options |= {"gpu_id": "0", "gpu_memory": gpu_memory}
+        options |= {"gpus": "0", "gpu_memory": gpu_memory}
     found = [
         Competitor("hmt", "hmt", pack, options=options),
         Competitor("hmt, batch 8", "hmt", pack, 8, options | {"context": 8 * context}),

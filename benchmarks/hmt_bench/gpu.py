@@ -129,11 +129,11 @@ def run(
     The pack is made in `folder` unless it is there.  `peer` None leaves the others out.  Raises
     MachineError without a GPU, and what loading raises.
     """
-    device = open_device(gpu)
+    device = open_device(gpu.split(",")[0])
     progress("measuring memories and the link")
     rates = measure_rates(device, quantization)
     pack = pack_of(folder, shape, quantization, progress)
-    options = {"host_memory": host_memory, "gpu_id": gpu}
+    options = {"host_memory": host_memory, "gpus": gpu}
     results = [
         _with_budget(pack, SHAPES[shape], memory, task, rates, options, peer, progress)
         for memory in gpu_memory
@@ -194,8 +194,7 @@ def _with_budget(
             decode_rate(model, batch, 4)  # captures
         if task.prompt:
             prompt_rate(model, task.prompt)
-        assert engine._device is not None
-        used = engine._device.used_bytes()  # before a peer takes its own
+        used = sum(device.used_bytes() for device in engine.devices)  # before a peer takes its own
         plan, layouts = model.plan, model.prepared.layouts
         read = read_bytes(plan, layouts, shape)
         rival: Peer | None = None

@@ -211,7 +211,7 @@ def run(
         engine = stack.enter_context(
             Engine(
                 gpu_memory=gpu_memory,
-                gpu_id=gpu,
+                gpus=gpu,
                 host_memory=host_memory,
                 context=task.positions,
                 max_batch=max(task.batches),

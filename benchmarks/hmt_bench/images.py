@@ -102,7 +102,7 @@ def _hmt(
     options: dict[str, Any] = {"host_memory": host, "context": 4096, "max_batch": 1}
     options |= {"check_weights": False, "speculate": "off", "gpu_memory": gpu or 0}
     if gpu:
-        options["gpu_id"] = "0"
+        options["gpus"] = "0"
     progress(f"loading with {gpu or 'no GPU'} and {host}")
     times, first = _Times(), _Times()
     with Engine(**options) as engine:

@@ -169,7 +169,7 @@ def run(
         "results": [],
         "peers": [],
     }
-    memory = {"gpu_id": gpu} if gpu is not None else {}
+    memory = {"gpus": gpu} if gpu is not None else {}
     if gpu_memory is not None and gpu is not None:
         memory["gpu_memory"] = gpu_memory
     for way in ways:

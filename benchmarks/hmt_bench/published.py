@@ -127,7 +127,7 @@ def _hmt(file: Path, setting: Setting, options: Mapping[str, Any], rates: Rates)
     given: dict[str, Any] = {"threads": setting.threads, "max_batch": 1}
     given["context"] = setting.prompt + 2 * setting.tokens + 64
     if setting.gpu_bytes != 0:
-        given |= {"gpu_id": "0"}
+        given |= {"gpus": "0"}
         given |= {} if setting.gpu_bytes is None else {"gpu_memory": setting.gpu_bytes}
     with Engine(**given | dict(options)) as engine:
         model = engine.load_model(file)

@@ -238,6 +238,6 @@ def _opened(
     pack: Path, options: dict[str, str], progress: Callable[[str], None]
 ) -> Iterator[LoadedModel]:
     progress(f"loading {pack.parent.name}")
-    given: dict[str, Any] = {"gpu_id": "0", "context": 1024, "max_batch": 4, "check_weights": False}
+    given: dict[str, Any] = {"gpus": "0", "context": 1024, "max_batch": 4, "check_weights": False}
     with Engine(**given | options) as engine:
         yield engine.load_model(pack)

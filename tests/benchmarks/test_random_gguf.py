@@ -41,7 +41,7 @@ def test_matrices_deviate_from_0_alike_in_all_types(
 def test_each_token_has_its_own_experts_behind_all_layers(tmp_path: Path) -> None:
     write_random_gguf(tmp_path / "model.gguf", MIXTURE, "Q4_K_M")
     trace = tmp_path / "routes"
-    with hmt.Engine(gpu_id=None, max_batch=1, context=128, expert_trace=trace) as engine:
+    with hmt.Engine(gpus=None, max_batch=1, context=128, expert_trace=trace) as engine:
         model = engine.load_model(str(tmp_path / "model.gguf"))
         model.infer(hmt.Request([5, 3, 8], TOKENS, ignore_eos=True))
     routes: dict[int, list[set[int]]] = {}

@@ -24,7 +24,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
     values = {
         "host_memory": "8MiB",
         "gpu_memory": "1GiB",
-        "gpu_id": "fake",
+        "gpus": "fake",
         "quant": "w4a8",
         "context": 512,
         "dtype": "float32",

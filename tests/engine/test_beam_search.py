@@ -23,8 +23,8 @@ OPTIONS: dict[str, Any] = {
 WAYS: dict[str, dict[str, Any]] = {
     "near": {},
     "levels": {"kv_gpu_memory": "6MiB", "max_prefill_tokens": 32},
-    "gpu": {"gpu_id": "fake", "gpu_memory": "96MiB"},
-    "both": {"gpu_id": "fake", "gpu_memory": "12MiB"},
+    "gpu": {"gpus": "fake", "gpu_memory": "96MiB"},
+    "both": {"gpus": "fake", "gpu_memory": "12MiB"},
     "prefixes": {"prefix_cache": True},
 }
 QUESTIONS = ("What is 12 + 34?", "Repeat: apple book key", "Who took the ring?")

@@ -117,7 +117,7 @@ def test_steps_of_every_type_are_captured(tmp_path, monkeypatch, gpu, table, tie
     )
     options = {"host_memory": "128MiB", "context": 64}
     memory = taken_bytes(gpu) + (256 << 20)
-    with hmt.Engine(gpu_memory=memory, gpu_id=gpu, **options) as engine:
+    with hmt.Engine(gpu_memory=memory, gpus=gpu, **options) as engine:
         model = engine.load_model(path)
         found = model.infer(request).token_ids
         captured = model._core.runner.executor.graphs
@@ -141,7 +141,7 @@ def test_layers_of_several_sizes_have_caches_of_experts(tmp_path, monkeypatch, m
     options = {"host_memory": "128MiB", "context": 64, "activations": "exact"}
     with hmt.Engine(**options) as engine:
         expected = engine.load_model(path).logits(prompt, range(40), prefill=24)
-    with hmt.Engine(gpu_memory=memory, gpu_id="fake", **options) as engine:
+    with hmt.Engine(gpu_memory=memory, gpus="fake", **options) as engine:
         model = engine.load_model(path)
         share, weights = model.plan.device, model._core.memory.on_device.weights
         assert share.expert_slots and share.staging_slots

@@ -20,8 +20,8 @@ OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "dtype": "float32", "max_bat
 WAYS: dict[str, dict[str, Any]] = {
     "near": {"context": 2048},
     "levels": {"context": 2048, "kv_gpu_memory": "7MiB", "max_prefill_tokens": 32},
-    "gpu": {"context": 2048, "gpu_id": "fake", "gpu_memory": "96MiB"},
-    "both": {"context": 2048, "gpu_id": "fake", "gpu_memory": "12MiB"},
+    "gpu": {"context": 2048, "gpus": "fake", "gpu_memory": "96MiB"},
+    "both": {"context": 2048, "gpus": "fake", "gpu_memory": "12MiB"},
     "prefixes": {"context": 2048, "prefix_cache": True},
     "levels and prefixes": {
         "context": 2048, "kv_gpu_memory": "7MiB", "max_prefill_tokens": 32, "prefix_cache": True,

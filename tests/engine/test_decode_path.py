@@ -72,7 +72,7 @@ def test_on_a_cpu_it_is_at_most_15_files() -> None:
 
 def test_on_a_gpu_with_levels_it_is_at_most_30_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
-    options = {"gpu_id": "fake", "gpu_memory": "16MiB", "kv_gpu_memory": "2MiB"}
+    options = {"gpus": "fake", "gpu_memory": "16MiB", "kv_gpu_memory": "2MiB"}
     entered, (graphs, summary, away) = files_of_a_step(**options)
     assert graphs.host_ffn and graphs.graphs[True] and summary.kv.host_s and away
     assert len(GPU) <= 30

@@ -83,7 +83,7 @@ def test_random_steps_with_changing_budgets(gpu: str, seed: int) -> None:
         device = open_device("cuda:0")
         device.empty_cache()  # as an engine does before it counts
         taken = device.used_bytes()
-    budget = {"gpu_memory": taken + (16 << 20), "gpu_id": gpu}
+    budget = {"gpu_memory": taken + (16 << 20), "gpus": gpu}
     steps, loads, sizes = 0, 0, set()
     with hmt.Engine(host_memory="256MiB", **budget, **OPTIONS) as engine:  # type: ignore[arg-type]
         while steps < STEPS[gpu]:

@@ -282,7 +282,7 @@ def test_an_assistant_attends_to_the_cache_of_its_model(
     ("changed", "said"),
     [
         ({"model": MINI_DENSE}, "an assistant of Gemma 4, and this model a LlamaForCausalLM"),
-        ({"gpu_id": "fake", "gpu_memory": "64MiB"}, "in host memory only"),
+        ({"gpus": "fake", "gpu_memory": "64MiB"}, "in host memory only"),
         ({"kv_gpu_memory": "1MiB"}, "pages are at several levels"),
         ({"order": torch.zeros(VOCAB, dtype=torch.int64)}, "does not name each of the 4096 tokens"),
         ({"order": torch.zeros(9, dtype=torch.int64)}, r"is I64 \[9\]; it must be whole numbers"),

@@ -38,7 +38,7 @@ def load(engine: hmt.Engine) -> LoadedModel:
     return engine.load_model(MINI_DENSE)
 
 
-@pytest.mark.parametrize("gpu", [{}, {"gpu_id": "fake", "gpu_memory": "64MiB"}])
+@pytest.mark.parametrize("gpu", [{}, {"gpus": "fake", "gpu_memory": "64MiB"}])
 def test_requests_that_run_together_answer_as_if_alone(tmp_path: Path, gpu: dict[str, str]) -> None:
     requests = [hmt.Request(text(450 - 50 * n, n), 20, ignore_eos=True) for n in range(5)]
     with hmt.Engine(context=2048, **OPTIONS) as engine:

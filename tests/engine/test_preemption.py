@@ -25,8 +25,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "prefixes": {"prefix_cache": True},
     "speculation": {"prefix_cache": True, "speculate": "auto"},
     "levels and prefixes": {**LEVELS, "prefix_cache": True},
-    "gpu": {"gpu_id": "fake", "gpu_memory": "96MiB"},
-    "both": {"gpu_id": "fake", "gpu_memory": "12MiB"},
+    "gpu": {"gpus": "fake", "gpu_memory": "96MiB"},
+    "both": {"gpus": "fake", "gpu_memory": "12MiB"},
 }
 SEEDS = (9,)
 NEVER = "no model writes this"

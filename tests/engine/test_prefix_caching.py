@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"host_memory": "320MiB", "dtype": "float32", "context
 WAYS: dict[str, dict[str, Any]] = {
     "near": {},
     "levels": {"kv_gpu_memory": "5MiB", "max_prefill_tokens": 32, "max_batch": 2},
-    "gpu": {"gpu_id": "fake", "gpu_memory": "96MiB"},
+    "gpu": {"gpus": "fake", "gpu_memory": "96MiB"},
 }
 
 
@@ -176,7 +176,7 @@ def test_owners_and_salts_are_text(wrong: dict[str, Any]) -> None:
     ("options", "told"),
     [
         ({"kv_gpu_memory": "8MiB", "kv_policy": "select"}, "kv-policy exact"),
-        ({"gpu_id": "fake", "gpu_memory": "12MiB"}, "--gpu-memory"),
+        ({"gpus": "fake", "gpu_memory": "12MiB"}, "--gpu-memory"),
     ],
 )
 def test_where_texts_cannot_share_that_is_said(options: dict[str, Any], told: str) -> None:

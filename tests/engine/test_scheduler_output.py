@@ -111,7 +111,7 @@ def keep_busy(model: LoadedModel) -> None:
     model.logits(prompt(13, 70), [3, 30, 66, 69], prefill=64)
 
 
-WAYS = [(MINI_DENSE, {}), (MINI_MOE, {}), (MINI_DENSE, {"gpu_id": "fake", "gpu_memory": "96MiB"})]
+WAYS = [(MINI_DENSE, {}), (MINI_MOE, {}), (MINI_DENSE, {"gpus": "fake", "gpu_memory": "96MiB"})]
 
 
 @pytest.mark.parametrize(("path", "way"), WAYS, ids=["dense", "moe", "gpu"])

@@ -88,14 +88,14 @@ def alike(model: LoadedModel, asked: list[hmt.Request], seed: int = 3) -> None:
 @pytest.mark.parametrize("kind", DENSE)
 def test_all_on_the_device(gpu: str, kind: str) -> None:
     memory = {"fake": "96MiB", "0": "2GiB"}[gpu]
-    with hmt.Engine(**OPTIONS, **DENSE[kind], gpu_memory=memory, gpu_id=gpu) as engine:
+    with hmt.Engine(**OPTIONS, **DENSE[kind], gpu_memory=memory, gpus=gpu) as engine:
         alike(engine.load_model(MINI_DENSE), requests(2 if gpu == "fake" else 4, 60))
 
 
 @pytest.mark.gpu
 def test_a_long_context() -> None:
     """Past where captures for 1024 positions end, and contexts are cut into more parts."""
-    with hmt.Engine(**OPTIONS, gpu_memory="2GiB", gpu_id="0") as engine:
+    with hmt.Engine(**OPTIONS, gpu_memory="2GiB", gpus="0") as engine:
         model = engine.load_model(MINI_DENSE)
         ids = [16 + (7 * n) % 480 for n in range(1000)]
         alike(model, [hmt.Request(ids, 200, ignore_eos=True)])
@@ -105,7 +105,7 @@ def test_a_long_context() -> None:
 @pytest.mark.parametrize("quantization", ["none", "w4a16:32"])
 def test_experts_on_the_device(moe: Path, quantization: str) -> None:
     options = OPTIONS | {"quantization": quantization}
-    with hmt.Engine(**options, gpu_memory="2GiB", gpu_id="0") as engine:
+    with hmt.Engine(**options, gpu_memory="2GiB", gpus="0") as engine:
         alike(engine.load_model(moe), requests(3, 60))
 
 
@@ -113,7 +113,7 @@ def test_experts_on_the_device(moe: Path, quantization: str) -> None:
 def test_networks_in_host_memory(gpu: str) -> None:
     memory = (12 << 20) + taken_bytes(gpu)
     options = OPTIONS | {"context": 512}
-    with hmt.Engine(**options, gpu_memory=memory, gpu_id=gpu) as engine:
+    with hmt.Engine(**options, gpu_memory=memory, gpus=gpu) as engine:
         model = engine.load_model(MINI_DENSE)
         assert captured(model).host_ffn
         alike(model, requests(2, 40))
@@ -124,7 +124,7 @@ def test_experts_that_the_cpu_is_asked_for(moe: Path) -> None:
     """Their sums depend in their last digits on what is cached: each token is a likeliest one."""
     options = OPTIONS | {"quantization": "w4a16:32", "dtype": "float32", "context": 512}
     [request] = requests(1, 60)
-    with hmt.Engine(**options, gpu_memory=taken_bytes("0") + (44 << 20), gpu_id="0") as engine:
+    with hmt.Engine(**options, gpu_memory=taken_bytes("0") + (44 << 20), gpus="0") as engine:
         model = engine.load_model(moe)
         assert model.plan.device.expert_slots
         known = [*request.input, *model.infer(request).token_ids]
@@ -147,7 +147,7 @@ def test_pages_at_several_levels() -> None:
     options = OPTIONS | {"dtype": "float32", "kv_gpu_memory": "4MiB", "max_prefill_tokens": 64}
     ids = [16 + (7 * n) % 480 for n in range(600)]
     request = hmt.Request(ids, 60, ignore_eos=True)
-    with hmt.Engine(**options, gpu_memory="2GiB", gpu_id="0") as engine:
+    with hmt.Engine(**options, gpu_memory="2GiB", gpus="0") as engine:
         model = engine.load_model(MINI_DENSE)
         known = [*ids, *model.infer(request).token_ids]
         always_guess(model, Oracle([known], 3))
@@ -220,7 +220,7 @@ def drafted(model: LoadedModel, *, at_once: bool = True, least: int = 5) -> Grap
 @pytest.mark.parametrize("way", WAYS)
 def test_a_draft_model_on_the_device(gpu: str, way: str, speculate: dict[str, str]) -> None:
     memory = {"fake": "128MiB", "0": "2GiB"}[gpu]
-    options = OPTIONS | {"gpu_memory": memory, "gpu_id": gpu, "speculate": speculate[way]}
+    options = OPTIONS | {"gpu_memory": memory, "gpus": gpu, "speculate": speculate[way]}
     with hmt.Engine(**options) as engine:
         model = engine.load_model(WAYS[way])
         draft = model._core.memory.draft
@@ -255,7 +255,7 @@ def test_a_draft_model_where_networks_are_in_host_memory(
     gpu: str, way: str, mebibytes: int, speculate: dict[str, str]
 ) -> None:
     """Of 12 MiB a draft model gets nothing: it computes on the CPU, and says so."""
-    options = OPTIONS | {"gpu_memory": (mebibytes << 20) + taken_bytes(gpu), "gpu_id": gpu}
+    options = OPTIONS | {"gpu_memory": (mebibytes << 20) + taken_bytes(gpu), "gpus": gpu}
     with hmt.Engine(**options | {"context": 512, "speculate": speculate[way]}) as engine:
         model = engine.load_model(MINI_DENSE)
         assert captured(model).host_ffn
@@ -270,7 +270,7 @@ def test_a_drafter_of_blocks_on_the_device(gpu: str, tmp_path: Path) -> None:
     made = dflash.agreeing_drafter(transformers_model("mini-dense").model.norm.weight, 4096, 33)
     ways = {"speculate": f"draft={dflash.write(made, tmp_path, 'LlamaForCausalLM')}"}
     memory = {"fake": "128MiB", "0": "2GiB"}[gpu]
-    with hmt.Engine(**OPTIONS, **ways, gpu_memory=memory, gpu_id=gpu) as engine:
+    with hmt.Engine(**OPTIONS, **ways, gpu_memory=memory, gpus=gpu) as engine:
         model = engine.load_model(MINI_DENSE)
         draft = model._core.memory.draft
         assert draft is not None and draft.memory.on_device is not None, model.summary().notes
@@ -288,7 +288,7 @@ def test_a_drafter_of_blocks_on_the_device(gpu: str, tmp_path: Path) -> None:
 
 def test_what_the_cpu_has_a_part_in() -> None:
     """It computes the output layer, and looks up the draft model's tokens."""
-    options = OPTIONS | {"gpu_memory": "128MiB", "gpu_id": "fake", "speculate": "mtp"}
+    options = OPTIONS | {"gpu_memory": "128MiB", "gpus": "fake", "speculate": "mtp"}
     with hmt.Engine(**options) as engine:
         model = engine.load_model(MINI_MOE)
         core: Any = model._core

@@ -17,7 +17,7 @@ from hmt.engine.speculation import draft_opening
 from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 
-OPTIONS = {"context": 128, "host_memory": "64MiB", "gpu_id": "fake", "gpu_memory": "64MiB"}
+OPTIONS = {"context": 128, "host_memory": "64MiB", "gpus": "fake", "gpu_memory": "64MiB"}
 REQUEST = hmt.Request(input="Once upon", max_new_tokens=8)
 
 
@@ -107,7 +107,7 @@ def test_only_kernels_of_a_gpu_are_slow_at_first() -> None:
 def test_a_draft_model_is_warmed_up_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps that come are captured before the first request, and leave nothing."""
     monkeypatch.setattr(draft_opening, "is_slow_at_first", lambda where: True)
-    options = {"host_memory": "256MiB", "gpu_memory": "128MiB", "gpu_id": "fake", "context": 256}
+    options = {"host_memory": "256MiB", "gpu_memory": "128MiB", "gpus": "fake", "context": 256}
     with hmt.Engine(**options, speculate="mtp") as engine:
         model = engine.load_model(MINI_MOE)
         draft = model._core.memory.draft

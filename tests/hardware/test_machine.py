@@ -14,7 +14,6 @@ from hmt.base import json_store
 from hmt.base.errors import BudgetError
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.machine import ComputeRates, DeviceRates, Machine
-from hmt.engine import EngineConfig
 from hmt.engine.loading.device import device_budget
 from hmt.hardware import attention_rates, device_rates, gemm_rates, machine, ram_rate
 from hmt.hardware.link_rates import LinkRates
@@ -274,7 +273,7 @@ def test_overheads_of_steps_are_measured_for_real(
     assert 0 <= step_overheads.disk_block_overhead_s(replace(known, cpu=cpu)) < 1
     # Of a GPU, from an emulated one: there it is a CPU that computes.
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(1e9))
-    options = {"gpu_id": "fake", "gpu_memory": "256MiB", "host_memory": "256MiB"}
+    options = {"gpus": "fake", "gpu_memory": "256MiB", "host_memory": "256MiB"}
     gpu = DeviceRates("a fake device", 1 << 28, link_rate=1e9)
     compute = step_overheads.device_overheads(replace(known, devices=(gpu,)), options)
     assert all(0 <= value < 10 for name, value in asdict(compute).items() if name.endswith("_s"))
@@ -308,18 +307,18 @@ def test_a_gpus_rates_come_from_calls_that_repeat(monkeypatch: pytest.MonkeyPatc
 def test_what_a_driver_will_take_is_part_of_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, config = FakeDevice(), EngineConfig.resolve(gpu_id="0", gpu_memory="2GiB")
-    before = device_budget(device, config)
+    device, limit = FakeDevice(), 2 << 30
+    before = device_budget(device, limit)
     machine_for(tmp_path)
 
     def probed(nbytes: int) -> None:
         remember_device(DeviceRates(device.name, 0, driver_bytes=nbytes))
 
     probed(1 << 30)
-    assert before - device_budget(device, config) == pytest.approx(1 << 30, rel=0.02)
+    assert before - device_budget(device, limit) == pytest.approx(1 << 30, rel=0.02)
     probed(2 << 30)
     with pytest.raises(BudgetError, match="less than the driver takes"):
-        device_budget(device, config)
+        device_budget(device, limit)
     probed(0)
     # What it is: in a process of its own, beside tensors; there is no driver here.
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(1e9))
@@ -327,7 +326,7 @@ def test_what_a_driver_will_take_is_part_of_the_limit(
     monkeypatch.setattr(device_process_memory, "_LAYERS", 1)
     monkeypatch.setattr(probe_models, "_EXPERTS", replace(probe_models._EXPERTS, experts=8))
     monkeypatch.setattr(FakeDevice, "reserved_bytes", lambda device: device.used_bytes() - 5)
-    given = {"gpu_id": "fake", "gpu_memory": "256MiB", "host_memory": "256MiB"}
+    given = {"gpus": "fake", "gpu_memory": "256MiB", "host_memory": "256MiB"}
     assert device_process_memory._measured({**given, "context": 1024}) == 5
 
 

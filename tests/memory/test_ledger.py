@@ -72,3 +72,14 @@ def test_an_account_over_the_budget_says_what_is_left(extra: int) -> None:
 def test_a_tier_without_budget_has_none() -> None:
     with pytest.raises(BudgetError):
         Ledger({Tier.HOST: BUDGET}).open(Tier.DEVICE, "weights", 1)
+
+
+def test_each_device_has_a_budget_of_its_own() -> None:
+    ledger = Ledger({Tier.HOST: BUDGET, Tier.DEVICE: (100, 200)})
+    account = ledger.open(Tier.DEVICE, "weights", 150, device=1)
+    assert ledger.budget_bytes(Tier.DEVICE) == 300 and ledger.left_bytes(Tier.DEVICE) == (100, 50)
+    for device, nbytes in ((0, 101), (1, 51), (2, 1)):
+        with pytest.raises(BudgetError):
+            ledger.open(Tier.DEVICE, "kv", nbytes, device=device)
+    account.close()
+    assert ledger.left_bytes(Tier.DEVICE) == (100, 200) and not ledger.reserved_bytes(Tier.DEVICE)

@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_prefill_tokens": 16, "host_memory": "96MiB", "context": 800,
     "max_batch": 3,
 }  # fmt: skip
-GPU: dict[str, Any] = {"gpu_id": "fake", "gpu_memory": "64MiB"}
+GPU: dict[str, Any] = {"gpus": "fake", "gpu_memory": "64MiB"}
 POSITIONS = 400
 NEVER = "no model writes this"
 
@@ -282,7 +282,7 @@ def test_each_layers_state_is_where_it_computes(folder_of: Callable[[str], Path]
         wanted = engine.load_model(folder).infer(request).token_ids
     for nbytes in range(200_000, 4_000_000, 50_000):
         try:
-            with hmt.Engine(**OPTIONS, gpu_id="fake", gpu_memory=nbytes) as engine:
+            with hmt.Engine(**OPTIONS, gpus="fake", gpu_memory=nbytes) as engine:
                 model = engine.load_model(folder)
                 kv, there = model._core.memory.kv, model.plan.stage_devices
                 if not isinstance(kv, SplitKVCache):

@@ -191,14 +191,14 @@ def test_a_device_computes_the_same_and_keys_may_be_kept_in_fewer_bits(
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     tokens = ids(150)
     found = []
-    ways: list[dict[str, Any]] = [{}, {"gpu_id": "fake", "gpu_memory": "64MiB"}]
+    ways: list[dict[str, Any]] = [{}, {"gpus": "fake", "gpu_memory": "64MiB"}]
     ways += [ways[1] | {"kv_gpu_memory": "200KiB"}, {"kv_quant": "fp8"}]
     for way in ways:
         with hmt.Engine(**OPTIONS, **way, context=POSITIONS, max_batch=1) as engine:
             model = engine.load_model(folder)
             found.append(model.logits(tokens, range(100, 150), prefill=140))
             summary = str(model.summary())
-        assert "gpu_id" not in way or "entries become known" in summary
+        assert "gpus" not in way or "entries become known" in summary
     wanted, *devices, fp8 = found
     assert all((device - wanted).norm() <= 1e-5 * wanted.norm() for device in devices)
     assert 0 < (fp8 - wanted).norm() < 0.5 * wanted.norm()

@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "disk": {"context": 800, "max_batch": 6, "host_memory": "192MiB"},
     "gpu": {
         "context": 1200, "max_batch": 6, "prefix_cache": True,
-        "gpu_id": "fake", "gpu_memory": "64MiB",
+        "gpus": "fake", "gpu_memory": "64MiB",
     },
 }  # fmt: skip
 

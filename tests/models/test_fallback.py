@@ -270,10 +270,10 @@ def on_device(
     device = open_device("fake" if gpu == "fake" else f"cuda:{gpu}")
     device.empty_cache()
     least = device.used_bytes() + (1 << 30)
-    options = OPTIONS | {"gpu_id": gpu, "host_memory": "256MiB", "executor": executor}
+    options = OPTIONS | {"gpus": gpu, "host_memory": "256MiB", "executor": executor}
     if some:
         config = EngineConfig.resolve(gpu_memory=least, **options)
-        plan = prepare(folder, config, device=device, device_bytes=1 << 30).plan
+        plan = prepare(folder, config, devices=[device], device_bytes=[1 << 30]).plan
         sizes = plan.device.reserved
         least = device.used_bytes() + int((sum(sizes.values()) - sizes["resident"] // 2) / 0.98)
     with hmt.Engine(gpu_memory=least, **options) as engine:

@@ -63,7 +63,7 @@ def test_drafts_change_no_answer(
 @pytest.mark.parametrize("speculate", ["mtp", "draft=nowhere"])
 def test_a_gpu_verifies_nothing_of_them_and_says_so(speculate: str, tmp_path: Path) -> None:
     publish("qwen3_next-0", tmp_path, 400)
-    gpu = {"gpu_memory": "96MiB", "gpu_id": "fake"}
+    gpu = {"gpu_memory": "96MiB", "gpus": "fake"}
     said = r"have recurrent state.*run without a GPU"
     with (
         hmt.Engine(**OPTIONS, **gpu, speculate=speculate) as engine,

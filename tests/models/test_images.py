@@ -269,7 +269,7 @@ def test_a_model_without_its_processor_reads_text_only(folder_of: Any, tmp_path:
 def test_a_device_and_choices_give_the_same(folder_of: Any) -> None:
     _, folder = folder_of("qwen3_vl")
     found = []
-    for options in ({}, {"gpu_id": "fake", "gpu_memory": "64MiB"}):
+    for options in ({}, {"gpus": "fake", "gpu_memory": "64MiB"}):
         given: dict[str, Any] = OPTIONS | {"context": 128, "max_prefill_tokens": 16} | options
         with hmt.Engine(host_memory="64MiB", **given) as engine:
             model = engine.load_model(folder)

@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32", "context": 512, "max_batch": 4, "host_memory": "64MiB",
     "max_prefill_tokens": 16,
 }  # fmt: skip
-GPU: dict[str, Any] = {"gpu_id": "fake", "gpu_memory": "64MiB"}
+GPU: dict[str, Any] = {"gpus": "fake", "gpu_memory": "64MiB"}
 FolderOf = Callable[[str], Path]
 
 

@@ -109,7 +109,7 @@ def test_layers_on_a_device_read_keys_of_others(
     wanted, _ = logits_of(tmp_path, tokens, host_memory="64MiB")
     split = False
     for memory in ("64MiB", "500KiB", "400KiB", "300KiB"):
-        where = {"gpu_id": "fake", "gpu_memory": memory, "host_memory": "64MiB"}
+        where = {"gpus": "fake", "gpu_memory": memory, "host_memory": "64MiB"}
         try:
             found, model = logits_of(tmp_path, tokens, **where)
         except hmt.BudgetError:

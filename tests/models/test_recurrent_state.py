@@ -111,8 +111,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "near": {},
     "few at once": {"max_batch": 2},
     "levels": {"kv_gpu_memory": "1MiB"},
-    "gpu": {"gpu_id": "fake", "gpu_memory": "64MiB"},
-    "both": {"gpu_id": "fake"},
+    "gpu": {"gpus": "fake", "gpu_memory": "64MiB"},
+    "both": {"gpus": "fake"},
 }
 
 

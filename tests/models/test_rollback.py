@@ -33,7 +33,7 @@ NAMES += ["deepseek_v4-0", "deepseek_v4-2", "glm5_next_text-0"]
 WAYS: dict[str, dict[str, Any]] = {
     "memory": {},
     "levels": {"kv_gpu_memory": "1MiB"},
-    "gpu": {"gpu_id": "fake", "gpu_memory": "64MiB"},
+    "gpu": {"gpus": "fake", "gpu_memory": "64MiB"},
 }
 
 

@@ -131,7 +131,7 @@ def test_steps_are_not_captured_and_the_summary_says_why(
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     tokens = written(case_of("glm_moe_dsa-0"), tmp_path)
     wanted, _ = engine_logits(tmp_path, tokens)
-    found, summary = engine_logits(tmp_path, tokens, gpu_id="fake", gpu_memory="64MiB")
+    found, summary = engine_logits(tmp_path, tokens, gpus="fake", gpu_memory="64MiB")
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
     assert "indexer" in str(summary)
 
@@ -149,7 +149,7 @@ def test_layers_may_be_divided_between_a_device_and_the_cpu(
     wanted, _ = engine_logits(tmp_path, tokens)
     layers, split = range(case.config.num_hidden_layers), 0
     for memory in range(most, most - 600, -100):  # KiB
-        with hmt.Engine(**OPTIONS, gpu_id="fake", gpu_memory=memory << 10) as engine:
+        with hmt.Engine(**OPTIONS, gpus="fake", gpu_memory=memory << 10) as engine:
             try:
                 model = engine.load_model(tmp_path)
             except BudgetError:

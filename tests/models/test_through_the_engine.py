@@ -86,7 +86,7 @@ def test_captured_steps_turn_each_run_by_its_own_length(
         for prompt, length in zip(prompts, lengths, strict=True)
     ]
     options = OPTIONS | {"context": 256, "host_memory": "64MiB"}
-    with hmt.Engine(gpu_id=gpu, gpu_memory="2GiB", **options | {"max_batch": 2}) as engine:
+    with hmt.Engine(gpus=gpu, gpu_memory="2GiB", **options | {"max_batch": 2}) as engine:
         model = engine.load_model(tmp_path)
         answers = [model.infer(request).token_ids for request in requests]
         answers += [one.token_ids for one in model.infer_batch(requests)]

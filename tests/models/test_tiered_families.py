@@ -101,14 +101,14 @@ def test_nor_do_they_on_a_gpu(name: str, dtype: str, gpu: str, tmp_path: Path) -
     case = case_of(name)
     near = NEAR if dtype == "float32" else NEAR_16
     tried = [ON_A_GPU.index(name)]  # each compiles kernels of its own, which takes half a minute
-    check(case, tmp_path, dtype, near, tried, gpu_id=gpu, gpu_memory="8GiB")
+    check(case, tmp_path, dtype, near, tried, gpus=gpu, gpu_memory="8GiB")
 
 
 def test_nor_do_they_on_a_pretended_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
     for name in ("gemma3_text-0", "deepseek_v3-1", "phi3-1"):
         case = case_of(name)
-        where = {"gpu_id": "fake", "gpu_memory": "64MiB"}
+        where = {"gpus": "fake", "gpu_memory": "64MiB"}
         check(case, tmp_path / name, "float32", NEAR, range(3), **where)
 
 
@@ -144,12 +144,12 @@ def check_chosen(name: str, folder: Path, **where: Any) -> None:
 def test_steps_in_which_tokens_choose_pages_are_captured(
     name: str, gpu: str, tmp_path: Path
 ) -> None:
-    check_chosen(name, tmp_path, gpu_id=gpu, gpu_memory="8GiB")
+    check_chosen(name, tmp_path, gpus=gpu, gpu_memory="8GiB")
 
 
 def test_so_they_are_on_a_pretended_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
-    check_chosen("llama-0", tmp_path, gpu_id="fake", gpu_memory="64MiB")
+    check_chosen("llama-0", tmp_path, gpus="fake", gpu_memory="64MiB")
 
 
 @pytest.mark.parametrize("name", ["gemma3_text-0", "gpt_oss-0"])

@@ -40,7 +40,7 @@ def gpu(
         Path | None,
         typer.Option(help="llama.cpp's program of this name: compare with it instead."),
     ] = None,
-    gpu_id: Annotated[str, typer.Option(help="Which GPU, by number.")] = "0",
+    gpu_id: Annotated[str, typer.Option(help="Which GPU, by number, or several: 0,1.")] = "0",
     folder: Annotated[
         Path | None,
         folder_to_write("Where the model is kept for the next time; deleted without."),

@@ -45,7 +45,7 @@ def kv(
     from hmt.cli.formatting import write_json
 
     lengths = _lengths(retrieval)
-    options = {} if gpu_memory is None else {"gpu_memory": gpu_memory, "gpu_id": gpu_id}
+    options = {} if gpu_memory is None else {"gpu_memory": gpu_memory, "gpus": gpu_id}
     with notes().status("starting") as status:
         from hmt_bench.kv_quality import SETTINGS, Sizes, run
 

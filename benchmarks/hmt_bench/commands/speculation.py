@@ -56,7 +56,7 @@ def speculation(
         return
     options: dict[str, Any] = {"host_memory": host_memory, "context": context, "threads": threads}
     if device == "cuda":
-        options |= {"gpu_memory": gpu_memory, "gpu_id": "0"}
+        options |= {"gpu_memory": gpu_memory, "gpus": "0"}
     with notes().status("starting") as status:
         content = run(
             choose_model(model), ways.split(","), options, tokens=tokens, rounds=rounds,

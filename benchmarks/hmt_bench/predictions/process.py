@@ -35,7 +35,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     """Predict the case, run it, and tell both."""
     path = folder_of(case, folder)
     with Engine(**_options(case, path)) as engine:
-        prepared = prepare(path, engine.config, None, engine._device, engine._device_left())
+        prepared = prepare(path, engine.config, None, engine.devices, engine.device_left())
         predicted = _predicted(case, prepared, resident_bytes())
         with engine.load_model(path) as model:
             measured = _measured(case, model)
@@ -58,13 +58,13 @@ def _options(case: Case, path: Path) -> dict[str, Any]:
     }
     if case.gpu_memory is not None:
         return options | {
-            "gpu_id": "0",
+            "gpus": "0",
             "gpu_memory": case.gpu_memory,
             "host_memory": "60GiB",
             "disk_reader": "buffered",  # packs are small: their first layers come from the disk
         }
     config = EngineConfig.resolve(**options)
-    demand = prepare(path, replace(config, gpu_memory_bytes=0)).demand
+    demand = prepare(path, replace(config, gpu_memory_bytes=(0,))).demand
     least = smallest_budget(demand, PlanOptions(0, config.context))
     room = _ROOM_BYTES if case.kept == 1 else 0
     return options | {"host_memory": int(least + case.kept * demand.weight_bytes + room)}

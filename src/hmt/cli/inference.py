@@ -33,7 +33,7 @@ def inference(
 ) -> None:
     """Answer a prompt, or chat."""
     engine = EngineOptions(
-        gpu_id=None if gpu_id in ("none", "-1") else gpu_id,
+        gpus=None if gpu_id in ("none", "-1") else gpu_id,
         context=max_context,
         spill_dir=ssd_path,
         numa=numa_node,

@@ -47,11 +47,19 @@ class EngineOptions:
     ] = None
     gpu_memory: Annotated[
         str | None,
-        _memory(help="Memory of the GPU to use, such as 16GiB; without, the CPU computes alone."),
+        _memory(
+            help="Memory of the GPU to use, such as 16GiB; without, the CPU computes alone. Of "
+            "several GPUs: of each, or 16GiB,24GiB."
+        ),
     ] = None
-    gpu_id: Annotated[
+    gpus: Annotated[
         str | None,
-        _memory(help="Which GPU, by number; 90% of its free memory without --gpu-memory."),
+        _memory(
+            "--gpus",
+            "--gpu-id",
+            help="Which GPU, by number; layers are spread over several: 0,1. 90% of their free "
+            "memory without --gpu-memory.",
+        ),
     ] = None
     quant: Annotated[
         str | None,

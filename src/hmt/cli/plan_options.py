@@ -1,6 +1,6 @@
 """What `hmt plan` and `hmt simulate` plan, on this machine or on another; and what is refused."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,8 @@ def planned_for(
     from hmt.planner.what_if.objectives import choices_of_users, plan_for_objective
 
     config, profile, goal = _resolved(engine, asked)
+    if goal is not None or profile is not None:
+        _refuse_several(config, "goals and profiles are searched for")
     if asked.machine is None and isinstance(config.numa, tuple):
         choose(config.numa, host_bytes=0)  # which refuses nodes that are not there
     source = str(asked.model or choose_model(asked.model))
@@ -116,6 +118,7 @@ def _setting_there(
     from hmt.planner.placement.numa import on_numa_nodes
 
     machine, arguments = read_machine(name), engine.arguments()
+    _refuse_several(config, "machines that are described are planned for")
     _check_budgets(machine, arguments, config)
     if isinstance(config.numa, tuple) and not set(config.numa) <= set(range(machine.numa_nodes)):
         raise ConfigError(
@@ -128,15 +131,24 @@ def _setting_there(
         on_numa_nodes(machine, config.numa, machine.ram_bytes if given is None else given),
         prompt_tokens=prompt,
         host_bytes=given,
-        device_bytes=config.gpu_memory_bytes,
+        device_bytes=None if config.gpu_memory_bytes is None else sum(config.gpu_memory_bytes),
     )
+
+
+def _refuse_several(config: "EngineConfig", what: str) -> None:
+    """Raise ConfigError for several GPUs: so far `what` is for one."""
+    if len(config.gpus or ()) > 1 or len(config.gpu_memory_bytes or ()) > 1:
+        raise ConfigError(
+            f"several GPUs were asked for, and {what} with one of them: name one with --gpus, and "
+            "give --gpu-memory one size"
+        )
 
 
 def _check_budgets(machine: "Machine", arguments: dict[str, Any], config: "EngineConfig") -> None:
     """Refuse budgets beyond the memories of a machine that is only described."""
     for option, given, there, name in (
         ("host_memory", config.host_memory_bytes, machine.ram_bytes, "RAM"),
-        ("gpu_memory", config.gpu_memory_bytes or 0, machine.device_bytes, "GPU memory"),
+        ("gpu_memory", sum(config.gpu_memory_bytes or ()), machine.device_bytes, "GPU memory"),
     ):
         if option in arguments and given > there:
             raise ConfigError(
@@ -181,12 +193,12 @@ def _with_profile(
     return planned, ["", beside_line(planned, own, profile.goal)]
 
 
-def _room(config: "EngineConfig") -> "tuple[Device | None, int]":
-    """The GPU that is asked for, and what HMT may take of its memory."""
-    from hmt.engine.loading.device import device_budget, open_devices
+def _room(config: "EngineConfig") -> "tuple[Sequence[Device], tuple[int, ...]]":
+    """The GPUs that are asked for, and what HMT may take of the memory of each."""
+    from hmt.engine.loading.device import device_budgets, open_devices
 
     devices = open_devices(config)
-    return (devices[0], device_budget(devices[0], config)) if devices else (None, 0)
+    return devices, device_budgets(devices, config) if devices else ()
 
 
 def _here(path: Path, config: "EngineConfig", prompt: int | None) -> "Scenario":
@@ -194,12 +206,13 @@ def _here(path: Path, config: "EngineConfig", prompt: int | None) -> "Scenario":
     from hmt.hardware.machine import machine_for, with_device
     from hmt.planner.placement.numa import on_numa_nodes
 
-    device, room = _room(config)  # before anything is measured there, which takes memory
+    _refuse_several(config, "alternatives, and models without weights, are planned for")
+    devices, room = _room(config)  # before anything is measured there, which takes memory
     machine = machine_for(path)
-    if device is not None:
-        machine = with_device(machine, device)
+    if devices:
+        machine = with_device(machine, devices[0])
     machine = on_numa_nodes(machine, config.numa, config.host_memory_bytes)
-    return _setting_here(machine, config, prompt, room)
+    return _setting_here(machine, config, prompt, sum(room[:1]))
 
 
 def _setting_here(
@@ -230,11 +243,11 @@ def _for_this_machine(
 
     path = Path(model).expanduser()
     in_all = None if config.context is None else positions_of(config.max_batch, config.context)
-    device, room = _room(config)
+    devices, room = _room(config)
 
     def planned() -> "PlanResult":
-        prepared = prepare(path, replace(config, context=in_all), None, device, room)
-        asked = _setting_here(prepared.machine, config, prompt, room)
+        prepared = prepare(path, replace(config, context=in_all), None, devices, room)
+        asked = _setting_here(prepared.machine, config, prompt, sum(room[:1]))
         demand = prepared.demand if hits is None else replace(prepared.demand, hits=hits)
         return PlanResult(
             asked, demand, prepared.plan,
@@ -244,6 +257,8 @@ def _for_this_machine(
     try:
         return planned()
     except BudgetError as error:
+        if len(devices) > 1:  # remedies are for one GPU
+            raise
         raise _with_remedies(error, outlook, _here(path, config, prompt)) from None
 
 

@@ -50,7 +50,7 @@ def probe(
     if toml is not None:
         _write(toml, None)  # measuring takes minutes: who cannot have the file is told before
     # Refuses what is no number, and who has no GPU.
-    device = next(iter(open_devices(EngineConfig.resolve(gpu_id=gpu_id))), None)
+    device = next(iter(open_devices(EngineConfig.resolve(gpus=gpu_id))), None)
     before = probed()
     results: list[DiskRate] = []
     with notes().status("measuring memory") as status:

@@ -28,6 +28,7 @@ KV_NEAR = ("exact", "fp8")
 RETIRED = {
     "cache_policy": "expert_cache_policy",
     "disk_path": "spill_dir",
+    "gpu_id": "gpus",
     "guesses": "expert_prefetch",
     "kv_device_memory": "kv_gpu_memory",
     "kv_disk": "kv_offload_dir",
@@ -52,10 +53,11 @@ class EngineConfig:
                           as the checkpoint or the pack has them
     host_memory_bytes     budget for weights, KV, activations and buffers; not for the Python
                           process
-    gpu_memory_bytes      memory of the GPU that HMT may take, the driver's share included; 0:
-                          compute on the CPU alone; None: that too, or with a gpu_id 90% of what is
-                          free
-    gpu_id                which GPU: a number, or "fake" to try the tier without one; None: 0
+    gpu_memory_bytes      memory that HMT may take of each GPU, the driver's share included, or of
+                          all of them the same; (0,): compute on the CPU alone; None: that too, or
+                          with gpus 90% of what is free
+    gpus                  which GPUs, by their numbers, in the order in which layers are spread over
+                          them: "0,1"; "fake" to try the tier without one; None: 0
     context               positions of KV over all requests; None: the planner's choice
     mmproj                GGUF file with the encoder of images of a model in another GGUF file;
                           None: mmproj*.gguf beside that one, if one belongs to it
@@ -128,8 +130,8 @@ class EngineConfig:
 
     quantization: Scheme | None
     host_memory_bytes: int
-    gpu_memory_bytes: int | None = None
-    gpu_id: str | None = None
+    gpu_memory_bytes: tuple[int, ...] | None = None
+    gpus: tuple[str, ...] | None = None
     context: int | None = None
     mmproj: Path | None = None
     dtype: str = "auto"
@@ -188,6 +190,8 @@ class EngineConfig:
         values = {name: value for name, value in options.items() if value is not None}
         scheme = values.get("quantization")
         values["quantization"] = None if scheme is None else parse_scheme(scheme)
+        if "gpu_memory" in values:
+            values["gpu_memory_bytes"] = _sizes(values.pop("gpu_memory"))
         for field in fields(EngineConfig):
             if field.name.endswith("_bytes") and _spoken(field.name) in values:
                 values[field.name] = parse_bytes(values.pop(_spoken(field.name)))
@@ -200,8 +204,8 @@ class EngineConfig:
             values.setdefault("prefix_cache", True)
         if "kv_quant" in values:
             values["kv_quant"] = _kv_quant(values["kv_quant"])
-        if "gpu_id" in values:
-            values["gpu_id"] = _gpu_id(values["gpu_id"])
+        if "gpus" in values:
+            values["gpus"] = _gpus(values["gpus"])
         if isinstance(values.get("numa"), list):
             values["numa"] = tuple(values["numa"])
         for name in ("trace", "expert_trace", "mmproj"):
@@ -215,6 +219,13 @@ class EngineConfig:
         _check(values)
         values["verify_reads"] = Verify(values.get("verify_reads", Verify.FIRST))
         return EngineConfig(**values)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU is asked for."""
+        if self.gpu_memory_bytes is None:
+            return self.gpus is not None
+        return any(self.gpu_memory_bytes)
 
 
 def _by_new_names(options: dict[str, Any]) -> dict[str, Any]:
@@ -266,11 +277,28 @@ def _idle_seconds(given: object) -> float:
     return float(given)  # type: ignore[arg-type]
 
 
-def _gpu_id(given: object) -> str:
-    names = str(given).split(",")
-    if given == "fake" or all(name.isdecimal() for name in names):
-        return str(given)
-    raise ConfigError(f"gpu_id is {given!r}: give the number of a GPU, 0 for the first one")
+def _parts(given: object) -> list[str]:
+    """Of what is given as a list, or with commas between."""
+    parts = given if isinstance(given, list | tuple) else str(given).split(",")
+    return [str(part).strip() for part in parts]
+
+
+def _sizes(given: object) -> tuple[int, ...]:
+    if isinstance(given, int) and not isinstance(given, bool):
+        return (given,)
+    given = given if isinstance(given, list | tuple) else str(given).split(",")
+    return tuple(parse_bytes(part.strip() if isinstance(part, str) else part) for part in given)
+
+
+def _gpus(given: object) -> tuple[str, ...]:
+    names = _parts(given)
+    real = all(name.isdecimal() for name in names) and len(set(names)) == len(names)
+    if real or all(name == "fake" for name in names):
+        return tuple(names)
+    raise ConfigError(
+        f"gpus is {given!r}: give the number of a GPU, 0 for the first one, or several numbers "
+        "with commas between, each once"
+    )
 
 
 def _spoken(field: str) -> str:

@@ -10,7 +10,7 @@ from hmt.base.units import format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.api import LoadedModel
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.device import device_budget, open_devices
+from hmt.engine.loading.device import device_budgets, open_devices
 from hmt.engine.loading.draft import prepare_both
 from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
@@ -43,10 +43,8 @@ class Engine:
             self._binding = choose(self.config.numa, host_bytes=budget, device=address)
             self._binding.apply()
         set_threads(self.config.threads)
-        budgets = {Tier.HOST: self.config.host_memory_bytes}
-        if self._devices:
-            budgets[Tier.DEVICE] = sum(device_budget(d, self.config) for d in self._devices)
-        self._ledger = Ledger(budgets)
+        there = device_budgets(self._devices, self.config) if self._devices else ()
+        self._ledger = Ledger({Tier.HOST: self.config.host_memory_bytes, Tier.DEVICE: there})
         self._models: list[LoadedModel] = []
 
     def load_model(
@@ -65,9 +63,9 @@ class Engine:
         """
         left = self._ledger.budget_bytes(Tier.HOST) - self._ledger.reserved_bytes(Tier.HOST)
         left = left if host_memory is None else min(left, host_memory)
-        room, path = self._device_left(), located(path)
+        path, devices, room = located(path), self.devices, self.device_left()
         try:
-            prepared, draft = prepare_both(path, self.config, left, self._device, room)
+            prepared, draft = prepare_both(path, self.config, left, devices, room)
         except BudgetError as error:
             taken = self._ledger.reserved_bytes(Tier.HOST)
             if not taken:
@@ -90,14 +88,18 @@ class Engine:
         return verify(self._binding, self._elsewhere) if self.config.numa is not None else ""
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        """Those that layers are spread over, in their order."""
+        return self._devices
+
+    @property
     def _device(self) -> Device | None:
-        """The device that plans use: the first one; None without one."""
+        """The first of them; None without one."""
         return self._devices[0] if self._devices else None
 
-    def _device_left(self) -> int:
-        """Of the device's budget, what no model has."""
-        budget = self._ledger.budget_bytes(Tier.DEVICE)
-        return budget - self._ledger.reserved_bytes(Tier.DEVICE)
+    def device_left(self) -> tuple[int, ...]:
+        """Of each device's budget, what no model has."""
+        return self._ledger.left_bytes(Tier.DEVICE)
 
     def close(self) -> None:
         """Close all models."""

@@ -10,7 +10,7 @@ from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExecutor, PlainExecutor
-from hmt.engine.execution.graphs.selection import open_graphs
+from hmt.engine.execution.graphs.selection import captures_of
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.execution.step_observers import open_observers
 from hmt.engine.experts.ab_gate import ABResult
@@ -38,9 +38,8 @@ class ModelRunner:
     def __init__(
         self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
     ) -> None:
-        on_device = memory.on_device
         self._images = memory.images
-        self._weights = memory.weights if on_device is None else on_device.weights
+        self._weights = memory.layer_weights(prepared.plan)
         observers, self.expert_prefetcher = open_observers(
             prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
         )
@@ -118,7 +117,7 @@ def _open_executor(
     model: Model,
     weights: Weights,
 ) -> Executor:
-    plan, kv, on_device = prepared.plan, memory.kv, memory.on_device
+    plan, kv = prepared.plan, memory.kv
     places = DeviceStages(memory.on_devices, plan.stage_devices)
     rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
     if config.executor == "plain":
@@ -128,10 +127,8 @@ def _open_executor(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,
     )  # fmt: skip
-    graphs = None
-    if on_device is not None:
-        tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
-        graphs = open_graphs(model, weights, plan, on_device, kv, tokens, prepared.layouts)
+    tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
+    graphs = captures_of(model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts)
     inputs = None if memory.draft is None else memory.draft.inputs
     layers = () if inputs is None else inputs.layers
     return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows, layers)

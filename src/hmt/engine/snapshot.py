@@ -125,8 +125,8 @@ class SnapshotReader:
             counted = (places != ExpertTier.DEVICE).all(1)
             heat = self._heat * counted[:, None]
             experts = ExpertMap(self._layers, heat, counted, places)
-            if memory.on_device is not None:
-                _add_shared_out(experts, memory.on_device.weights.moe_backends.seen())
+            for there in memory.on_devices:
+                _add_shared_out(experts, there.weights.moe_backends.seen())
         prompt, generation = replace(summary.prompt), replace(summary.generation)
         fills = self._fills(summary, load, is_there)
         return EngineSnapshot(

@@ -19,7 +19,7 @@ class StepMeter:
         self._counters = memory.weights.counters
         self._disk_counters = memory.weights.disk_counters
         self._prefetch_counters = memory.weights.prefetch_counters
-        self._on_device = None if memory.on_device is None else memory.on_device.weights
+        self._on_devices = [there.weights for there in memory.on_devices]
         self._expert_prefetcher = expert_prefetcher
         self._tracer = tracer
         self._last = self._read()
@@ -35,7 +35,12 @@ class StepMeter:
 
     def _read(self) -> Phase:
         counters, prefetches, disk = self._counters, self._prefetch_counters, self._disk_counters()
-        link = DeviceCounters() if self._on_device is None else self._on_device.counters
+        link = DeviceCounters()
+        for there in self._on_devices:  # their links carry at once
+            own = there.counters
+            link.copied_bytes += own.copied_bytes
+            link.link_s = max(link.link_s, own.link_s)
+            link.waited_s += own.waited_s
         return Phase(
             waited_s=counters.waited_s,
             disk_s=disk.busy_s,

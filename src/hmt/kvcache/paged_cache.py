@@ -75,20 +75,28 @@ class PagedKV:
         """Implements KVStorage: nothing is known of pages."""
 
     def copy_out(self, ids: Ints, kinds: PagesByKind) -> None:
-        """Fill pages 0 and on of `kinds`, in host memory, with pages `ids` (int64)."""
+        """Fill pages 0 and on of `kinds`, in host memory, with pages `ids` (int64).
+
+        Of its own layers; `kinds` may have others besides.
+        """
         theirs = torch.from_numpy(np.ascontiguousarray(ids)).to(self._store.device)
-        numbers = torch.arange(len(ids))
-        for (pages, members), (source, _) in zip(kinds, self._store.kinds, strict=True):
-            for at in range(len(members)):
-                recode(pages, at, numbers, source, at, theirs)
+        numbers, places = torch.arange(len(ids)), _by_layer(kinds)
+        for source, members in self._store.kinds:
+            for at, layer in enumerate(members):
+                pages, there = places[layer]
+                recode(pages, there, numbers, source, at, theirs)
 
     def copy_in(self, ids: Ints, kinds: PagesByKind) -> None:
-        """Let pages `ids` (int64) hold pages 0 and on of `kinds`, which are in host memory."""
+        """Let pages `ids` (int64) hold pages 0 and on of `kinds`, which are in host memory.
+
+        Of its own layers; `kinds` may have others besides.
+        """
         ours = torch.from_numpy(np.ascontiguousarray(ids)).to(self._store.device)
-        rows = torch.arange(len(ids))
-        for (pages, members), (source, _) in zip(self._store.kinds, kinds, strict=True):
-            for at in range(len(members)):
-                recode(pages, at, ours, source, at, rows)
+        rows, places = torch.arange(len(ids)), _by_layer(kinds)
+        for pages, members in self._store.kinds:
+            for at, layer in enumerate(members):
+                source, there = places[layer]
+                recode(pages, at, ours, source, there, rows)
 
     def release(self) -> None:
         """Give the memory back to the pool.  The cache cannot be used afterwards."""
@@ -222,3 +230,8 @@ class PagedKV:
             self._step = step
             self._runs = ops.AttentionMetadata(self.attention_metadata(step))
         return self._runs
+
+
+def _by_layer(kinds: PagesByKind) -> dict[int, tuple[ops.Pages, int]]:
+    """Where each layer's pages are: in which pages, and which layer of theirs."""
+    return {layer: (pages, at) for pages, members in kinds for at, layer in enumerate(members)}

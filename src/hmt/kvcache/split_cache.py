@@ -9,7 +9,10 @@ from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import RecurrentState
 from hmt.kernels import ops
 from hmt.kvcache.offload.tiered_cache import TieredKV
+from hmt.kvcache.page_store import PagesByKind
+from hmt.kvcache.page_table import Ints
 from hmt.kvcache.paged_cache import PagedKV
+from hmt.kvcache.recurrent_state import StateStore
 
 
 class SplitKVCache:
@@ -33,9 +36,35 @@ class SplitKVCache:
         (self.allocator,) = allocators.values()
 
     @property
+    def parts(self) -> Mapping[int | None, PagedKV | TieredKV]:
+        """The caches, by device."""
+        return self._by_device
+
+    @property
+    def is_on_devices(self) -> bool:
+        """Whether no part is in host memory."""
+        return None not in self._by_device
+
+    @property
+    def states(self) -> StateStore | None:
+        """Recurrent state of the first part that has any; None where no layer has."""
+        found = (cache.states for cache in self._by_device.values())
+        return next((states for states in found if states is not None), None)
+
+    @property
     def there(self) -> PagedKV | TieredKV:
         """The cache of the first device."""
         return next(cache for device, cache in self._by_device.items() if device is not None)
+
+    def copy_out(self, ids: Ints, kinds: PagesByKind) -> None:
+        """See PagedKV, whose layers each part has some of."""
+        for cache in self._by_device.values():
+            cache.copy_out(ids, kinds)
+
+    def copy_in(self, ids: Ints, kinds: PagesByKind) -> None:
+        """See PagedKV."""
+        for cache in self._by_device.values():
+            cache.copy_in(ids, kinds)
 
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See KVCache."""

@@ -81,7 +81,7 @@ def measure_device(path: Path, device: Device, gpu_id: str, *, quick: bool) -> M
         driver_bytes=known_driver_bytes,
     )
     remember_device(rates)
-    options = {"gpu_id": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
+    options = {"gpus": gpu_id, "gpu_memory": "2GiB", "host_memory": "512MiB"}
     machine = with_device(machine_for(path), device)
     rates = replace(rates, compute=device_overheads(machine, options))
     if not quick:

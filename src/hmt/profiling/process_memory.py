@@ -89,7 +89,7 @@ def main() -> None:
 
     folder, options, tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
     with Engine(**json.loads(options)) as engine:
-        prepare(Path(folder), engine.config, None, engine._device, engine._device_left())
+        prepare(Path(folder), engine.config, None, engine.devices, engine.device_left())
         # What a configuration imports is loaded by now.  Measuring the link took 860 MiB for a
         # moment.
         reset_peak_resident()

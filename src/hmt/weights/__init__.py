@@ -11,4 +11,5 @@ from hmt.weights.store.device_state import DeviceCounters
 from hmt.weights.store.device_store import DeviceWeights
 from hmt.weights.store.row_reader import row_span_bytes
 from hmt.weights.store.spill import SpillFile
+from hmt.weights.store.split_weights import SplitWeights
 from hmt.weights.view import RouterObserver, WeightsView

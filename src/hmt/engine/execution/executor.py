@@ -7,7 +7,7 @@ the same with the same kernels in the same order, and only asks for blocks earli
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
@@ -18,6 +18,7 @@ from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Priority, Weights
 from hmt.engine.execution.graphs.runner import GraphRunner
+from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
 from hmt.engine.execution.prefetch import ReadAhead
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.outputs.prompt_outputs import PromptOutputSink, PromptOutputSource
@@ -46,11 +47,21 @@ class DeviceStages:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """What is called in the body goes on the devices' queues, if there are any."""
+        """What is called in the body goes on the devices' queues, if there are any.
+
+        The first device is the current one, on which what knows no device is launched.
+        """
         with ExitStack() as streams:
-            for device in self._devices.values():
+            for device in reversed(self._devices.values()):
                 streams.enter_context(device.compute_stream())
             yield
+
+    def at(self, stage: int) -> AbstractContextManager[None]:
+        """In the body, the device of `stage` is the current one, where there are several."""
+        device = self._stage_devices.get(stage)
+        if device is None or len(self._devices) == 1:
+            return nullcontext()
+        return self._devices[device].compute_stream()
 
     def begin(self, step: Step) -> None:
         """`step` is computed next."""
@@ -74,7 +85,10 @@ class DeviceStages:
         return self._steps[device]
 
     def fetch(self, hidden: torch.Tensor, stage: int) -> torch.Tensor:
-        """Hidden states, where `stage` computes."""
+        """Hidden states, where `stage` computes.
+
+        From device to device the CPU does not wait: the queue of the one waits for the other's.
+        """
         if not self._devices:
             return hidden
         device = self._stage_devices.get(stage)
@@ -186,17 +200,20 @@ class PlainExecutor(Executor):
         self._show(step, 0, hidden, viewer)
         for index in range(layers):
             hidden, here = places.fetch(hidden, index), places.step(index)
-            hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
+            with places.at(index):
+                hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
             self._show(step, index + 1, hidden, viewer)
             self._stages.ended(index)
         logits = torch.empty(0, self._model.spec.vocab_size)
         if len(step.logit_rows) or step.has_prompt_outputs:
             hidden = places.fetch(hidden, layers)
         if viewer is not None:
-            self._outputs.show(step, hidden, viewer)
+            with places.at(layers):
+                self._outputs.show(step, hidden, viewer)
         if len(step.logit_rows):
             hidden = hidden[places.step(layers).logit_rows]
-            logits = self._model.head(hidden, self._weights).cpu()
+            with places.at(layers):
+                logits = self._model.head(hidden, self._weights).cpu()
             self._stages.ended(layers)
         return logits
 
@@ -217,7 +234,7 @@ class OverlappedExecutor(Executor):
         ahead: ReadAhead,
         tracer: Tracer | None = None,
         places: DeviceStages | None = None,
-        graphs: GraphRunner | str | None = None,
+        graphs: GraphRunner | SplitGraphRunner | str | None = None,
         scored_rows: int = 1,
         shown_layers: Sequence[int] = (),
     ) -> None:
@@ -228,7 +245,7 @@ class OverlappedExecutor(Executor):
         """
         super().__init__(model, weights, kv, tracer, places, scored_rows)
         self._ahead = ahead
-        self.graphs = graphs if isinstance(graphs, GraphRunner) else None
+        self.graphs = None if isinstance(graphs, str) else graphs
         self._obstacle = graphs if isinstance(graphs, str) else ""
         self._together: Sequence[tuple[range, FusedLayers]] = ()
         if self._places.alike:
@@ -282,7 +299,8 @@ class OverlappedExecutor(Executor):
         for index in range(self._compute_together(step, hidden, viewer), layers):
             self._request(index)
             hidden, here = places.fetch(hidden, index), places.step(index)
-            hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
+            with places.at(index):
+                hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
             self._show(step, index + 1, hidden, viewer)
             ahead.stage_ends(index)
             self._stages.ended(index)
@@ -291,11 +309,13 @@ class OverlappedExecutor(Executor):
             self._request(layers)
             hidden = places.fetch(hidden, layers)
         if viewer is not None:
-            self._outputs.show(step, hidden, viewer)
+            with places.at(layers):
+                self._outputs.show(step, hidden, viewer)
         if rows:
             # Rows ascend and differ: as many as there are tokens are all of them.
             wanted = hidden if rows == len(hidden) else hidden[places.step(layers).logit_rows]
-            logits = self._model.head(wanted, self._weights).cpu()
+            with places.at(layers):
+                logits = self._model.head(wanted, self._weights).cpu()
             self._stages.ended(layers)
         ahead.stage_ends(layers)
         ahead.step_ends()

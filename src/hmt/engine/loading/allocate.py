@@ -12,7 +12,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.images import open_images
-from hmt.engine.loading.device import load_on_device
+from hmt.engine.loading.device import OnDevice, load_on_device
 from hmt.engine.loading.disk import spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
 from hmt.engine.loading.memory import LoadedDraft, Memory
@@ -73,18 +73,18 @@ def allocate(
         )
         stack.callback(weights.close)
         weights.load_residents(progress)
-        on_devices = tuple(
-            load_on_device(
+        on_devices: tuple[OnDevice, ...] = ()
+        for share in (share for share in plan.devices if share.stages):  # a search may find none
+            pinned = on_devices[0].host_is_pinned if on_devices else None
+            there = load_on_device(
                 devices[share.index], plan, share, model, prepared.layouts, weights,
-                pools["resident"], ledger, stack, progress,
-            )
-            for share in plan.devices
-            if share.stages  # a search may find the CPU alone faster
-        )  # fmt: skip
+                pools["resident"], ledger, stack, progress, pinned,
+            )  # fmt: skip
+            on_devices += (there,)
         drafts = prepared.demand.draft_tokens
         kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack, drafts)
         prefixes = open_prefixes(model, prepared.source, config, kv, pools["prefixes"], stack)
-        for on_device in on_devices:
+        for on_device in reversed(on_devices):  # the first is the current one
             # What this thread does to KV pages and recurrent state between steps (forks, prefixes)
             # comes before the next step then.
             stack.enter_context(on_device.device.compute_stream())

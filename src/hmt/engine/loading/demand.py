@@ -1,7 +1,7 @@
 """What the planner is asked: a model's demand, and what options say of dtypes and KV budgets."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -49,9 +49,9 @@ def usual_format(layouts: Mapping[BlockId, BlockLayout]) -> Format | None:
     return sizes.most_common(1)[0][0] if sizes else None
 
 
-def is_gpu(device: Device | None) -> bool:
-    """Whether a device computes with kernels of its own: not None, and not the fake one."""
-    return device is not None and not backend_on(device.where).on_host
+def is_gpu(devices: Sequence[Device]) -> bool:
+    """Whether devices compute with kernels of their own: there are some, and not fake ones."""
+    return any(not backend_on(device.where).on_host for device in devices)
 
 
 def dtype_for(config: EngineConfig, source: Source, *, on_gpu: bool) -> torch.dtype:

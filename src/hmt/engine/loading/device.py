@@ -1,6 +1,6 @@
 """A GPU's part of loading: its memory, the weights that live there, and its KV pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -27,22 +27,33 @@ _SHARE_OF_FREE = 0.9  # of a GPU's memory, when no limit is given
 def open_devices(config: EngineConfig) -> tuple[Device, ...]:
     """The GPUs that `config` asks for.  Raises MachineError where one cannot be used.
 
-    Raises ConfigError for more than one: a plan can have a part for each, and is made for one.
+    Raises ConfigError where memory is given for another number of GPUs, or `check_several` does.
     """
-    if not config.gpu_memory_bytes and (config.gpu_id is None or config.gpu_memory_bytes == 0):
+    if not config.on_gpu:
         return ()
-    names = (config.gpu_id or "0").split(",")
-    if len(names) > 1:
+    names, sizes = config.gpus or ("0",), config.gpu_memory_bytes or ()
+    if len(sizes) > 1 and len(sizes) != len(names):
         raise ConfigError(
-            f"gpu_id {config.gpu_id} asks for {len(names)} GPUs, and a model is placed on one of "
-            f"them: give {' or '.join(names)}"
+            f"gpu_memory has {len(sizes)} sizes, and {len(names)} GPUs are asked for "
+            f"({', '.join(names)}): give one size for each, or one for all"
         )
+    if len(names) > 1:
+        check_several(config)
     return tuple(map(open_device, names))
 
 
-def device_budget(device: Device, config: EngineConfig) -> int:
-    """What is left of the GPU's memory for weights, KV and activations.  Raises BudgetError."""
-    limit_bytes = config.gpu_memory_bytes
+def device_budgets(devices: Sequence[Device], config: EngineConfig) -> tuple[int, ...]:
+    """What is left of each GPU's memory for weights, KV and activations.  Raises BudgetError."""
+    sizes = config.gpu_memory_bytes or (None,)
+    each = sizes if len(sizes) == len(devices) else sizes * len(devices)
+    return tuple(map(device_budget, devices, each))
+
+
+def device_budget(device: Device, limit_bytes: int | None) -> int:
+    """The same of one GPU, of whose memory `limit_bytes` may be taken; None: 90% of what is free.
+
+    Raises BudgetError.
+    """
     device.empty_cache()  # of what others in this process have computed
     used, free = device.used_bytes(), device.free_bytes()
     # The driver loads kernels when they are first called: 200 MiB of an H200 come after this.
@@ -58,11 +69,34 @@ def device_budget(device: Device, config: EngineConfig) -> int:
     return min(int((limit_bytes - taken) * _OURS), free)
 
 
+def check_several(config: EngineConfig) -> None:
+    """Raise ConfigError for options that several GPUs do not have yet."""
+    refused = {
+        "goal": config.goal is not None,
+        "profile": config.profile is not None,
+        "kv_gpu_memory": config.kv_gpu_memory_bytes is not None,
+        "speculate": config.speculate.startswith(("mtp", "draft")),
+    }
+    reasons = {
+        "goal": "the search for a plan chooses for one GPU",
+        "profile": "a profile says what one GPU gets",
+        "kv_gpu_memory": "keys and values that do not fit leave one GPU alone",
+        "speculate": "a draft model computes beside a model on one GPU",
+    }
+    for name, given in refused.items():
+        if given:
+            raise ConfigError(
+                f"{name} and gpus={','.join(config.gpus or ())} were asked for, and "
+                f"{reasons[name]}: leave {name} out, or name one GPU"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class OnDevice:
     """What a model has on a device.
 
-    index   of the device among the machine's
+    index          of the device among the machine's
+    host_is_pinned whether its kernels and copies find host memory pinned
     """
 
     index: int
@@ -70,6 +104,7 @@ class OnDevice:
     weights: DeviceWeights
     kv_pool: DevicePool
     accounts: list[Account]
+    host_is_pinned: bool = False
 
 
 def load_on_device(
@@ -83,16 +118,19 @@ def load_on_device(
     ledger: Ledger,
     stack: ExitStack,
     progress: Callable[[int, int], None] | None = None,
+    pinned: bool | None = None,
 ) -> OnDevice:
     """Take the device's memory that the plan reserved, and load the blocks that live there.
 
     `share` is the part of the plan for this device.
-    `host` holds the resident blocks that are copied in every step.  What is taken is given back by
-    `stack`.  Raises BudgetError, and what reading raises.
+    `host` holds the resident blocks that are copied in every step; `pinned` says whether another
+    device has pinned it, None: none has tried.  What is taken is given back by `stack`.
+
+    Raises BudgetError, and what reading raises.
     """
     accounts = {}  # that of an encoder of images is used when the first one comes
     for purpose, nbytes in share.reserved.items():
-        accounts[purpose] = ledger.open(Tier.DEVICE, purpose, nbytes)
+        accounts[purpose] = ledger.open(Tier.DEVICE, purpose, nbytes, share.index)
         stack.callback(accounts[purpose].close)
     for purpose in ("activations", "mapping"):  # torch and the driver allocate these themselves
         account = accounts[purpose]
@@ -109,11 +147,12 @@ def load_on_device(
     stack.callback(weights.close)
     with device.compute_stream(), torch.inference_mode():
         weights.load_residents(progress)
-    pinned = bool(host.account.used_bytes) and pin_pool(device, host, stack)
+    if pinned is None:
+        pinned = bool(host.account.used_bytes) and pin_pool(device, host, stack)
     with device.compute_stream(), torch.inference_mode():
         weights.form_backends(pools["experts"], host_is_pinned=pinned)
         weights.find_tokens(host_is_pinned=pinned)
-    return OnDevice(share.index, device, weights, pools["kv"], list(accounts.values()))
+    return OnDevice(share.index, device, weights, pools["kv"], list(accounts.values()), pinned)
 
 
 def pin_pool(device: Device, host: HostPool, stack: ExitStack) -> bool:

@@ -1,5 +1,6 @@
 """Loading's part for speculation: the small draft model, in a share of the budgets."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -47,7 +48,11 @@ class _Opened(NamedTuple):
 
 
 def prepare_both(
-    path: Path, config: EngineConfig, host_bytes: int, device: Device | None, device_bytes: int
+    path: Path,
+    config: EngineConfig,
+    host_bytes: int,
+    devices: Sequence[Device],
+    device_bytes: Sequence[int],
 ) -> tuple[Prepared, PreparedDraft | None]:
     """The model in `path`, and the one that drafts for it; None: none was asked for.
 
@@ -57,20 +62,23 @@ def prepare_both(
     output layer is there if it uses that.  Raises ConfigError where there is none or it does not
     suit, else as `prepare`.
     """
-    if device is not None and device_bytes and config.speculate.startswith(("mtp", "draft")):
+    device, room = next(iter(devices), None), sum(device_bytes)
+    if device is not None and room and config.speculate.startswith(("mtp", "draft")):
         _check_verifies(path, config)
-    opened, own = _open(path, config, on_gpu=is_gpu(device)), _options(config)
+    opened, own = _open(path, config, on_gpu=is_gpu(devices)), _options(config)
 
     def verifying(draft: PreparedDraft | None) -> Prepared:
-        host, there = (0, 0) if draft is None else (draft.host_bytes, draft.device_bytes)
-        return prepare(path, config, host_bytes - host, device, device_bytes - there)
+        if draft is None:
+            return prepare(path, config, host_bytes, devices, device_bytes)
+        left = [nbytes - draft.device_bytes for nbytes in device_bytes]  # of the one there is
+        return prepare(path, config, host_bytes - draft.host_bytes, devices, left)
 
     if opened is None:
         return verifying(None), None
     remark = ""
-    if device is not None and device_bytes:
+    if device is not None and room:
         _check_kv(config, opened)
-        share = device_bytes // _SHARE
+        share = room // _SHARE
         there = _placed(opened, own, host_bytes, device, share)
         if there is None:
             why = f"1/{_SHARE} of the GPU budget, {format_bytes(share)}, does not hold all of it"
@@ -111,7 +119,7 @@ def _placed(
     """A draft model with all of it on the device, in a `share` of that; None: it does not fit."""
     source, model, inputs = opened
     try:
-        prepared = prepare_model(source, model, config, host_bytes // _SHARE, device, share)
+        prepared = prepare_model(source, model, config, host_bytes // _SHARE, [device], [share])
     except BudgetError:
         return None
     return PreparedDraft(prepared, config, inputs) if _is_all_there(prepared) else None

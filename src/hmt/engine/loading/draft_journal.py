@@ -58,7 +58,4 @@ def may_verify(spec: ModelSpec, config: EngineConfig) -> bool:
     if config.expert_trace is not None or config.kv_policy != "exact":
         return False
     # Recurrent state that goes back is not captured, and slow on a GPU; nor is what reads n-grams.
-    on_gpu = config.gpu_memory_bytes or (
-        config.gpu_id is not None and config.gpu_memory_bytes is None
-    )
-    return not (on_gpu and (spec.state_bytes or spec.token_window))
+    return not (config.on_gpu and (spec.state_bytes or spec.token_window))

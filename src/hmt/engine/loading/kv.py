@@ -10,7 +10,6 @@ from hmt.engine.loading.device import OnDevice, pin_pool
 from hmt.engine.loading.prefix_cache import spare_states
 from hmt.kvcache import (
     AnyKV,
-    KVAllocator,
     PagedKV,
     SequenceSlots,
     SplitKVCache,
@@ -47,6 +46,7 @@ def open_kv(
     if on_devices and plan.kv_tiers is not None and plan.kv_tiers.host_pages:
         pinned = pin_pool(on_devices[0].device, host, stack)  # devices write pages back
 
+    caches: dict[int | None, PagedKV | TieredKV] = {}  # by device; None: of layers of the CPU
     encoding = page_encoding(config.kv_quant[0], model.dtype)
 
     def opened(
@@ -54,8 +54,8 @@ def open_kv(
         pool: HostPool | DevicePool,
         *,
         device: Device | None = None,
-        allocator: KVAllocator | None = None,
     ) -> PagedKV | TieredKV:
+        allocator = next((cache.allocator for cache in caches.values()), None)
         layers = spec.kv_layers_of(members)
         state = None
         if slots is not None:
@@ -86,7 +86,6 @@ def open_kv(
             state=state,
         )
 
-    caches: dict[int | None, PagedKV | TieredKV] = {}  # by device; None: of layers of the CPU
     here = [index for index in range(spec.layers) if index not in stage_devices]
     if not on_devices:
         caches[None] = opened(here, host)
@@ -97,8 +96,7 @@ def open_kv(
             caches[part.index] = opened(there, part.kv_pool, device=part.device)
             stack.callback(caches[part.index].release)
     if on_devices and here:
-        allocator = next((cache.allocator for cache in caches.values()), None)
-        caches[None] = opened(here, host, allocator=allocator)
+        caches[None] = opened(here, host)
         stack.callback(caches[None].release)
     if len(caches) == 1:
         return caches.popitem()[1]

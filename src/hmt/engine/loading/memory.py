@@ -1,6 +1,7 @@
 """What holds a loaded model's bytes, and what it tells of them."""
 
 import copy
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from hmt.engine.run_summary import DeviceAccount, ExpertAccount
 from hmt.kvcache import AnyKV, SplitKVCache, TieredKV
 from hmt.kvcache.prefix import PrefixCache
 from hmt.memory import Account, HostPool, PoolStats
-from hmt.weights import WeightStore
+from hmt.weights import DeviceWeights, SplitWeights, WeightStore
 
 
 @dataclass(slots=True)
@@ -37,6 +38,13 @@ class Memory:
         """What the model has on the first device that takes part; None without one."""
         return self.on_devices[0] if self.on_devices else None
 
+    def layer_weights(self, plan: Plan) -> WeightStore | DeviceWeights | SplitWeights:
+        """Those that layers compute with, wherever they do."""
+        if len(self.on_devices) > 1:
+            members = {there.index: (there.weights, there.device) for there in self.on_devices}
+            return SplitWeights(self.weights, members, plan)
+        return self.weights if self.on_device is None else self.on_device.weights
+
     def used_bytes(self) -> dict[str, int]:
         """Bytes of host memory in use now, by purpose; those of a small model are "draft"."""
         used = {account.purpose: account.used_bytes for account in self.accounts}
@@ -56,13 +64,14 @@ class Memory:
         )
 
     def device_account(self, plan: Plan) -> DeviceAccount | None:
-        """The GPU's part; None without one."""
+        """The GPU's part, or that of several together; None without one."""
         if self.on_device is None:
             return None
-        sizes = {b: self.weights.slot_bytes(b) for b in plan.device.computes}
+        computed = (block for share in plan.devices for block in share.computes)
+        sizes = {b: self.weights.slot_bytes(b) for b in computed}
         stays = sum(nbytes for b, nbytes in sizes.items() if plan.homes[b] is Tier.DEVICE)
         return DeviceAccount(
-            name=self.on_device.device.name,
+            name=" + ".join(there.device.name for there in self.on_devices),
             budget_bytes=plan.budgets[Tier.DEVICE]
             + (0 if self.draft is None else self.draft.device_bytes),
             used_bytes=self._used_on_device(),
@@ -72,21 +81,21 @@ class Memory:
         )
 
     def _used_on_device(self) -> dict[str, int]:
-        """As `used_bytes`, of the device's memory."""
-        assert self.on_device is not None
-        used = {account.purpose: account.used_bytes for account in self.on_device.accounts}
+        """As `used_bytes`, of the devices' memory."""
+        used = Counter[str]()
+        for account in (account for there in self.on_devices for account in there.accounts):
+            used[account.purpose] += account.used_bytes
         if self.draft is not None and (there := self.draft.memory.on_device) is not None:
             used["draft"] = sum(account.used_bytes for account in there.accounts)
-        return used
+        return dict(used)
 
     def _expert_account(self) -> ExpertAccount | None:
-        assert self.on_device is not None
-        backends = self.on_device.weights.moe_backends
-        counts = backends.counts()
-        if counts is None:
+        backends = [there.weights.moe_backends for there in self.on_devices]
+        counted = [counts for each in backends if (counts := each.counts()) is not None]
+        if not counted:
             return None
-        found, brought, left, cut = counts
-        return ExpertAccount(found, brought, left, backends.nbytes, cut)
+        found, brought, left, cut = map(sum, zip(*counted, strict=True))
+        return ExpertAccount(found, brought, left, max(each.nbytes for each in backends), cut)
 
     def close(self) -> None:
         """Free it all."""

@@ -68,7 +68,12 @@ def open_prefixes(
     """
     if not config.prefix_cache:
         return None
-    if isinstance(kv, SplitKVCache):
+    if isinstance(kv, SplitKVCache) and kv.is_on_devices and kv.states is not None:
+        raise ConfigError(
+            f"prompts of {model.spec.architecture} cannot share recurrent state that is on several "
+            "GPUs: name one with --gpus, or leave the prefix cache off"
+        )
+    if isinstance(kv, SplitKVCache) and not kv.is_on_devices:
         raise ConfigError(
             "prompts cannot share keys and values while some layers compute on the CPU beside a "
             "GPU: give --gpu-memory enough for all attention, or leave the prefix cache off"

@@ -1,6 +1,7 @@
 """From a folder to a plan, and from a plan to memory."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -106,16 +107,18 @@ def prepare(
     path: Path,
     config: EngineConfig,
     host_bytes: int | None = None,
-    device: Device | None = None,
-    device_bytes: int = 0,
+    devices: Sequence[Device] = (),
+    device_bytes: Sequence[int] = (),
 ) -> Prepared:
     """Read headers and configuration of a checkpoint or pack, and decide where everything goes.
 
     `host_bytes` and `device_bytes` are what is left of the budgets for this model; None: all of the
-    host's.  Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
+    host's.  `devices` are those that the model may use.
+
+    Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
-    source, model = open_parts(path, config, on_gpu=is_gpu(device))
-    return prepare_model(source, model, config, host_bytes, device, device_bytes)
+    source, model = open_parts(path, config, on_gpu=is_gpu(devices))
+    return prepare_model(source, model, config, host_bytes, devices, device_bytes)
 
 
 def open_parts(path: Path, config: EngineConfig, *, on_gpu: bool) -> tuple[Source, Model]:
@@ -138,8 +141,8 @@ def prepare_model(
     model: Model,
     config: EngineConfig,
     host_bytes: int | None = None,
-    device: Device | None = None,
-    device_bytes: int = 0,
+    devices: Sequence[Device] = (),
+    device_bytes: Sequence[int] = (),
 ) -> Prepared:
     """`prepare` for a model whose tensors a checkpoint has."""
     weights = source.weights(
@@ -152,12 +155,20 @@ def prepare_model(
         config.context,
         config.max_prefill_tokens,
         0 if config.executor == "plain" else config.prefetch_distance,
-        device_bytes,
+        next(iter(device_bytes), 0),
         kv_budgets(config),
+        other_device_bytes=tuple(device_bytes[1:]),
     )
     machine = machine_for(source.path)
-    if device is not None:
-        machine = with_device(machine, device, usual_format(weights.layouts))
+    if len(devices) > 1 and model.encoder is not None:
+        raise ConfigError(
+            f"{source.path} sees images, and {len(devices)} GPUs were asked for: images are "
+            "encoded beside the layers of one GPU alone; name one GPU"
+        )
+    if devices:
+        form = usual_format(weights.layouts)
+        each = [with_device(machine, device, form).devices for device in devices]
+        machine = replace(machine, devices=tuple(rates for found in each for rates in found))
     machine = on_numa_nodes(machine, config.numa, options.host_bytes)
     try:
         plan = _plan(demand, options, machine, config)

@@ -79,7 +79,7 @@ def _from_shape(
 
 def _from_weights(path: Path, config: EngineConfig, hits: HitCurve | None) -> DemandFor:
     source = open_source(path, config.mmproj)
-    on_gpu = bool(config.gpu_memory_bytes)
+    on_gpu = any(config.gpu_memory_bytes or ())
     model = open_model(source.config, source.path, dtype_for(config, source, on_gpu=on_gpu))
     model = with_vision(model, source.checkpoint, source.tensors)
 

@@ -2,22 +2,42 @@
 
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from hmt.contracts.model import PAGE_TOKENS
-from hmt.kvcache.offload.tiered_cache import TieredKV
+from hmt.kvcache.allocator import KVAllocator
+from hmt.kvcache.page_store import PagesByKind
 from hmt.kvcache.page_table import Ints
-from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.prefix.extents import PageExtents
 from hmt.kvcache.prefix.radix_tree import PrefixTree, Tokens
 from hmt.kvcache.prefix.saved_states import SavedStates
 from hmt.kvcache.prefix.store import PrefixStore
+from hmt.kvcache.recurrent_state import StateStore
 from hmt.kvcache.state_checkpoints import StateCheckpoints
 
 _MOST_UNSAVED = 256  # sequences, of which those that ended first are not saved
+
+
+class CachedPages(Protocol):
+    """The KV cache whose pages are shared: of one memory, of several tiers or devices."""
+
+    allocator: KVAllocator
+
+    @property
+    def states(self) -> StateStore | None:
+        """Recurrent state of its layers; None where they have none."""
+        ...
+
+    def copy_out(self, ids: Ints, kinds: PagesByKind) -> None:
+        """Fill pages 0 and on of `kinds`, in host memory, with pages `ids` (int64)."""
+        ...
+
+    def copy_in(self, ids: Ints, kinds: PagesByKind) -> None:
+        """Let pages `ids` (int64) hold pages 0 and on of `kinds`, which are in host memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +64,7 @@ class PrefixCache:
     saved_states   checkpoints of recurrent state on the disk, where `store` keeps pages
     """
 
-    kv: PagedKV | TieredKV
+    kv: CachedPages
     tree: PrefixTree
     store: PrefixStore | None = None
     extents: PageExtents | None = None

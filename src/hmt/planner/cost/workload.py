@@ -157,6 +157,7 @@ class Workload:
     row_bytes         read from the disk for each token, of tables
     kv                where attention's positions lie
     prefetch_experts  whether experts are read from the disk on a guess
+    links             that copy at once: devices' rows of layers are cut so that all have as much
     """
 
     layers: list[LayerWork]
@@ -168,6 +169,7 @@ class Workload:
     row_bytes: int = 0
     kv: KVShares = KVShares()
     prefetch_experts: bool = False
+    links: int = 1
 
     @property
     def read_blocks(self) -> float:
@@ -218,6 +220,7 @@ def workload_of(demand: Demand, plan: Plan) -> Workload:
         row_bytes=row_bytes,
         kv=_kv_shares(demand, plan),
         prefetch_experts=demand.prefetch_experts,
+        links=max(1, len(plan.devices)),
     )
 
 

@@ -14,7 +14,7 @@ beside everything else, and a step brings the link's share of those that are mis
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
@@ -28,7 +28,12 @@ from hmt.contracts.model import PAGE_TOKENS
 from hmt.contracts.plan import DevicePlan
 from hmt.planner.cost.demand import Demand
 from hmt.planner.placement.encoder import least_encoder_bytes, with_spare
-from hmt.planner.placement.footprint import device_activation_bytes, kv_bytes
+from hmt.planner.placement.footprint import (
+    device_activation_bytes,
+    kv_bytes,
+    layer_kv_bytes,
+    sequence_bytes,
+)
 
 _ALIGNMENT = 256
 _SLOTS = 2  # of each size: one is copied while another is used
@@ -176,6 +181,14 @@ class DeviceChoice:
     staging_slots: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class DevicePart:
+    """Layers that are for the device of this index among several; with the last, also the head."""
+
+    index: int
+    layers: range
+
+
 class DeviceRoom:
     """The part of a device's memory that choices are about, and what each of them takes."""
 
@@ -188,14 +201,20 @@ class DeviceRoom:
         context: int,
         host_bytes: int = 0,
         levels: KVTiers | None = None,
+        part: DevicePart | None = None,
     ) -> None:
         """See `share_of_device`."""
-        self.layers, self.head = _layers(demand, context, levels)
+        layers, head = _layers(demand, context, levels)
+        part = part or DevicePart(0, range(len(layers)))
+        self.layers = layers[part.layers.start : part.layers.stop]
+        self.head = head if part.layers.stop == len(layers) else []
         self.activations = device_activation_bytes(demand, chunk, context)
         self._host_bytes, self._weight_bytes = host_bytes, demand.weight_bytes
         self.mapping = _mapping_bytes(min(host_bytes, self._weight_bytes))
         self.room = device_bytes - self.activations - self.mapping
-        self.encoder_bytes, work = least_encoder_bytes(demand, self.activations)
+        self.encoder_bytes = work = 0
+        if part.index == 0:
+            self.encoder_bytes, work = least_encoder_bytes(demand, self.activations)
         wanted = self.encoder_bytes + work
         if wanted and self._nbytes(DeviceChoice(len(self.layers), True)) > self.room - wanted:
             self.encoder_bytes = wanted = work = 0
@@ -263,18 +282,21 @@ def share_of_device(
     host_bytes: int = 0,
     levels: KVTiers | None = None,
     asked: DeviceChoice | None = None,
+    part: DevicePart | None = None,
 ) -> tuple[DevicePlan, list[BlockId], int]:
     """Decide what the device gets of `device_bytes`, which blocks live there, and the host's bytes.
 
     host_bytes   the budget of the host, of which all that weights take is pinned
     levels       where keys and values lie, if not all of them there
     asked        what it shall get; None: as much as fits, attention first
+    part         the layers that are its; None: all of them
 
     Raises BudgetError where not even one layer's attention would fit, or not what was asked.
     """
     space = DeviceRoom(
-        demand, device_bytes, chunk=chunk, context=context, host_bytes=host_bytes, levels=levels
-    )
+        demand, device_bytes, chunk=chunk, context=context, host_bytes=host_bytes, levels=levels,
+        part=part,
+    )  # fmt: skip
     layers, activations, mapping = space.layers, space.activations, space.mapping
     mapped = host_bytes
     share = copied_share(machine)
@@ -306,10 +328,11 @@ def share_of_device(
     copied = _ids(block for layer in choice.copied for block in layer.wide)
     in_prompts = _ids(block for layer in choice.in_prompts for block in layer.wide)
     found = DevicePlan(
+        index=0 if part is None else part.index,
         computes=_ids(stays) | copied,
         computes_prompts=_ids(stays) | copied | in_prompts,
         stages=frozenset(
-            [*(layer.index for layer in choice.layers), *([len(layers)] if head else [])]
+            [*(layer.index for layer in choice.layers), *([demand.spec.layers] if head else [])]
         ),
         reserved={
             "resident": _bytes(stays),
@@ -328,19 +351,6 @@ def share_of_device(
     return found, [block.id for block in stays], mapped
 
 
-def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
-    """KV bytes of one position in some `layers`."""
-    kept = _layer_kv(demand)
-    return sum(nbytes for index in layers for nbytes in kept[index].values())
-
-
-def sequence_bytes(demand: Demand, layers: Collection[int]) -> int:
-    """Recurrent state of one sequence in some `layers`, with its journal."""
-    states = demand.spec.state_layers_of(layers).values()
-    journal = demand.spec.journal_bytes(layers, demand.draft_tokens)
-    return sum(tensor.nbytes for state in states for tensor in state) + journal
-
-
 def _layers(
     demand: Demand, context: int, levels: KVTiers | None
 ) -> tuple[list[_Layer], list[BlockSize]]:
@@ -350,7 +360,7 @@ def _layers(
         tokens[0] = (levels.device_pages + levels.staged_pages) * PAGE_TOKENS
         tokens |= {window: count * PAGE_TOKENS for window, count in levels.ring_pages.items()}
     layers = []
-    for index, kept in enumerate(_layer_kv(demand)):
+    for index, kept in enumerate(layer_kv_bytes(demand)):
         state = round_up(demand.state_slots * sequence_bytes(demand, (index,)), _ALIGNMENT)
         kv = sum(
             round_up(nbytes * tokens.get(window, tokens[0]), _ALIGNMENT)
@@ -365,20 +375,6 @@ def _layers(
             layer = layers[block.id.layer]
             (layer.wide if block.id.kind in _WIDE else layer.core).append(block)
     return layers, head
-
-
-def _layer_kv(demand: Demand) -> list[dict[int, int]]:
-    """KV bytes of one position, by layer and in it by window; of what sees everything by 0."""
-    spec = demand.spec
-    total = sum(layer.row_width for layer in spec.kv_layers.values())
-    found = []
-    for index in range(spec.layers):
-        widths: dict[int, int] = {}
-        for layer in spec.kv_layers_of([index]).values():
-            widths[layer.window] = widths.get(layer.window, 0) + layer.row_width
-        by_window = ((w, demand.kv_token_bytes * n // total) for w, n in widths.items())
-        found.append(dict(by_window))
-    return found
 
 
 def copied_share(machine: Machine) -> float:

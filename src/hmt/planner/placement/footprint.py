@@ -1,6 +1,6 @@
 """What a model needs, in bytes, apart from where its blocks live."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hmt.base.units import round_down, round_up
 from hmt.contracts.blocks import BlockKind, BlockSize
@@ -94,3 +94,30 @@ def working_set_bytes(blocks: Sequence[BlockSize]) -> int:
     experts = [b.slot_bytes for b in blocks if b.id.kind is BlockKind.EXPERT]
     dense = [b.slot_bytes for b in blocks if b.id.kind is not BlockKind.EXPERT]
     return max(dense, default=0) + max(experts, default=0)
+
+
+def kv_token_bytes(demand: Demand, layers: Collection[int]) -> int:
+    """KV bytes of one position in some `layers`."""
+    kept = layer_kv_bytes(demand)
+    return sum(nbytes for index in layers for nbytes in kept[index].values())
+
+
+def sequence_bytes(demand: Demand, layers: Collection[int]) -> int:
+    """Recurrent state of one sequence in some `layers`, with its journal."""
+    states = demand.spec.state_layers_of(layers).values()
+    journal = demand.spec.journal_bytes(layers, demand.draft_tokens)
+    return sum(tensor.nbytes for state in states for tensor in state) + journal
+
+
+def layer_kv_bytes(demand: Demand) -> list[dict[int, int]]:
+    """KV bytes of one position, by layer and in it by window; of what sees everything by 0."""
+    spec = demand.spec
+    total = sum(layer.row_width for layer in spec.kv_layers.values())
+    found = []
+    for index in range(spec.layers):
+        widths: dict[int, int] = {}
+        for layer in spec.kv_layers_of([index]).values():
+            widths[layer.window] = widths.get(layer.window, 0) + layer.row_width
+        by_window = ((w, demand.kv_token_bytes * n // total) for w, n in widths.items())
+        found.append(dict(by_window))
+    return found

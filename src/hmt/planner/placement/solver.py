@@ -20,16 +20,13 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.demand import Demand, KVTierSizes
 from hmt.planner.cost.workload import workload_of
-from hmt.planner.placement.device import (
-    DeviceChoice,
-    kv_token_bytes,
-    sequence_bytes,
-    share_of_device,
-)
+from hmt.planner.placement.device import DeviceChoice
 from hmt.planner.placement.footprint import (
     default_chunk,
     host_activation_bytes,
     kv_bytes,
+    kv_token_bytes,
+    sequence_bytes,
     state_bytes,
     working_set_bytes,
 )
@@ -40,6 +37,7 @@ from hmt.planner.placement.kv_tiers import (
     plan_kv_tiers,
     work_bytes,
 )
+from hmt.planner.placement.layer_split import shares_of_devices
 from hmt.planner.placement.slot_counts import slot_counts
 
 _SMALLEST_CONTEXT = 256
@@ -70,6 +68,7 @@ class PlanOptions:
     prefetch_distance   layers requested ahead
     kv                  of keys and values that do not all lie where layers compute; None: they do
     device_bytes        of a GPU's memory that weights, KV and activations may take; 0: no GPU
+    other_device_bytes  the same of GPUs that come behind it, over which layers are spread
     device              what the GPU gets; None: as much as fits, attention first
     """
 
@@ -80,6 +79,7 @@ class PlanOptions:
     device_bytes: int = 0
     kv: KVBudgets | None = None
     device: DeviceChoice | None = None
+    other_device_bytes: tuple[int, ...] = ()
 
 
 def solve(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
@@ -101,7 +101,8 @@ def _with_larger_steps(demand: Demand, options: PlanOptions, machine: Machine, p
     steps are a function of the model, so that logits do not depend on the budget.
     """
     context = min(plan.kv_tokens, demand.spec.max_context * demand.batch)
-    copies = any(plan.homes[block] is not Tier.DEVICE for block in plan.device.computes_prompts)
+    computed = (block for share in plan.devices for block in share.computes_prompts)
+    copies = any(plan.homes[block] is not Tier.DEVICE for block in computed)
     for chunk in _DEVICE_CHUNKS:
         if not plan.max_prefill_tokens < chunk <= context:
             continue
@@ -112,9 +113,8 @@ def _with_larger_steps(demand: Demand, options: PlanOptions, machine: Machine, p
             larger = _solved(demand, asked, machine)
         except BudgetError:
             continue
-        if larger.device.stages >= plan.device.stages and _decodes_about_as_fast(
-            demand, larger, plan
-        ):
+        as_many = larger.stage_devices.keys() >= plan.stage_devices.keys()
+        if as_many and _decodes_about_as_fast(demand, larger, plan):
             return larger
     return plan
 
@@ -222,6 +222,8 @@ def _sliding_window_bytes(demand: Demand, options: PlanOptions, context: int) ->
     sizes = demand.kv_sizes
     if sizes is None or not sizes.ring_pages or options.kv is not None or options.device:
         return None
+    if options.other_device_bytes:  # rings are one device's
+        return None
     chunk, pages = _chunk(demand, options), -(-context // PAGE_TOKENS)
     if pages < min_device_pages(chunk, demand.batch, PinnedPages()):
         return None
@@ -269,15 +271,17 @@ def _placed(demand: Demand, options: PlanOptions, machine: Machine) -> Plan:
 def _with_device(
     demand: Demand, options: PlanOptions, machine: Machine, levels: KVTiers | None = None
 ) -> Plan:
-    """The device takes what it can; the rest is planned as without it."""
-    # Layers of the device need as many positions of KV there as the others have in host memory.
+    """The devices take what they can; the rest is planned as without them."""
+    # Layers of a device need as many positions of KV there as the others have in host memory.
     context = _context(demand, options, options.host_bytes // 4)
-    share, stays, mapped = share_of_device(
-        demand, options.device_bytes, machine, chunk=_chunk(demand, options), context=context,
+    sizes = (options.device_bytes, *options.other_device_bytes)
+    shares, stays, mapped = shares_of_devices(
+        demand, sizes, machine, chunk=_chunk(demand, options), context=context,
         host_bytes=options.host_bytes, levels=levels, asked=options.device,
     )  # fmt: skip
     on_device = set(stays)
-    on_host = [index for index in range(demand.spec.layers) if index not in share.stages]
+    there = {stage for share in shares for stage in share.stages}
+    on_host = [index for index in range(demand.spec.layers) if index not in there]
     rest = replace(
         demand,
         blocks=tuple(block for block in demand.blocks if block.id not in on_device),
@@ -299,9 +303,9 @@ def _with_device(
     return replace(
         plan,
         homes=homes,
-        budgets={Tier.HOST: options.host_bytes, Tier.DEVICE: options.device_bytes},
+        budgets={Tier.HOST: options.host_bytes, Tier.DEVICE: sum(sizes)},
         kv_tokens=round_up(context, PAGE_TOKENS),
-        devices=(share,),
+        devices=shares,
     )
 
 

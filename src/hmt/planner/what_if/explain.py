@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockKind, BlockSize
 from hmt.contracts.machine import Machine
-from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.plan import DevicePlan, Plan, Tier
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.demand import Demand
 from hmt.planner.cost.workload import workload_of
 from hmt.planner.placement.encoder import encoder_remark
+from hmt.planner.placement.layer_split import rates_of
 
 _MEANING = {
     "resident": "weights that stay",
@@ -80,18 +81,28 @@ def _kv_detail(plan: Plan, demand: Demand) -> str:
 
 
 def _device_lines(plan: Plan, demand: Demand, machine: Machine) -> list[str | None]:
-    """What a GPU does."""
-    device = plan.device
-    if not device.stages:
-        return []
-    name = machine.device.name if machine.device is not None else "GPU"
-    lines: list[str | None] = [f"{name}, {format_bytes(plan.budgets[Tier.DEVICE])}:"]
+    """What each GPU does."""
+    taking_part = (share for share in plan.devices if share.stages)
+    return [line for share in taking_part for line in _share_lines(share, plan, demand, machine)]
+
+
+def _share_lines(
+    device: DevicePlan, plan: Plan, demand: Demand, machine: Machine
+) -> list[str | None]:
+    rates, alone = rates_of(machine, device.index), len(plan.devices) == 1
+    name = "GPU" if rates is None else rates.name
+    nbytes = plan.budgets[Tier.DEVICE] if alone else sum(device.reserved.values())
+    number = "" if alone else f"GPU {device.index + 1} of {len(plan.devices)}, "
+    lines: list[str | None] = [f"{number}{name}, {format_bytes(nbytes)}:"]
     for purpose, nbytes in device.reserved.items():
         if nbytes:
             lines.append(f"  {_MEANING[purpose]:<26}{format_bytes(nbytes):>10}")
     layers = sum(stage < demand.spec.layers for stage in device.stages)
     copied = {b.layer for b in device.computes if plan.homes[b] is not Tier.DEVICE}
     text = f"  computes {layers} of {demand.spec.layers} layers"
+    if not alone and layers:
+        own = sorted(device.stages - {demand.spec.layers})
+        text += f" (from {own[0]} to {own[-1]})"
     if copied:
         text += f", of which {len(copied)} are copied there in every step"
     sizes = {block.id: block.slot_bytes for block in demand.blocks}

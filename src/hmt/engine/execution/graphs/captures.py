@@ -1,12 +1,12 @@
 """What a graph runner keeps of a capture, and of a step that it has begun."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from hmt.contracts.step import Segment, Step
 from hmt.kernels import ops
-from hmt.memory.device import CapturedStep, Event
+from hmt.memory.device import CapturedStep, Event, host_buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,20 @@ class CapturedGraph:
         first = layers.index(layer) * states.shape[1]
         self.shown[:, first : first + states.shape[1]].copy_(states)
 
+    def next_results(
+        self, left: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Of `results` those for what a replay has `left`, which becomes the last."""
+        if len(self.results) < 2:
+            with torch.inference_mode(False):  # a copy may end when all computing has
+                kept = torch.empty(left.shape, dtype=left.dtype, device=left.device)
+                shown = None if self.shown is None else beside(self.shown)
+                found = None if self.logit_stats is None else beside(self.logit_stats)
+                self.results.append((kept, beside(left), found, shown))
+        else:
+            self.results.append(self.results.pop(0))
+        return self.results[-1]
+
 
 @dataclass(slots=True)
 class AsyncNextStep:
@@ -140,3 +154,27 @@ class AsyncStepCounters:
 
     begun: int = 0
     right: int = 0
+
+
+def room_of(run: Segment) -> int:
+    """Positions that it has pages for: a sequence that grows may have fewer than it may need."""
+    return min(run.reserved, run.reserved_tokens or run.reserved)
+
+
+def next_runs(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """The runs of the step that follows, if all go on."""
+    return tuple(replace(run, start=run.start + 1) for run in runs)
+
+
+def token_runs(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Each token of `runs` as one of its own."""
+    return tuple(
+        replace(run, start=run.start + at, offset=run.offset + at, length=1, drafts=0)
+        for run in runs
+        for at in range(run.length)
+    )
+
+
+def beside(tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned host memory for a copy of a device's tensor."""
+    return host_buffer(tensor.shape, tensor.dtype, tensor.device)

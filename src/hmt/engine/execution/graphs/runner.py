@@ -35,6 +35,9 @@ from hmt.engine.execution.graphs.captures import (
     CapturedGraph,
     GraphKey,
     Result,
+    next_runs,
+    room_of,
+    token_runs,
 )
 from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentLeases
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
@@ -49,7 +52,6 @@ from hmt.memory.device import (
     Event,
     InlineRecorder,
     SegmentRecorder,
-    host_buffer,
 )
 from hmt.weights import DeviceWeights, WeightsView
 
@@ -68,6 +70,7 @@ class GraphRunner:
     surveys   what is known of each row of the last logits
     has_captured   whether the last step was captured, and took longer for it
     failure   why no step is captured any more; "" while they are
+    given     hidden states that its layers begin with in the next step; None: those of its tokens
     graphs    captures, by whether some of a step's pages are in host memory or on disk
     """
 
@@ -82,6 +85,7 @@ class GraphRunner:
         head: bool = True,
         host_ffn: bool = False,
         exact_batches: bool = False,
+        layers: range | None = None,
     ) -> None:
         """All else that layers compute with is on `device`.
 
@@ -90,6 +94,7 @@ class GraphRunner:
         head      whether it is on the device, too, and not the CPU's
         host_ffn  whether some blocks are copied in every step, and feed-forward networks the CPU's
         exact_batches   whether kernels give a token the same bits however many are in a step
+        layers    the row of them that is on this of several devices; None: all are
         """
         self._model = model
         self._weights = weights
@@ -99,7 +104,9 @@ class GraphRunner:
         self._channel = channel
         self._head = head
         self.host_ffn = host_ffn
-        self._looks_up = weights.looks_up_tokens
+        self._layers = range(model.spec.layers) if layers is None else layers
+        self.given: torch.Tensor | None = None
+        self._looks_up = weights.looks_up_tokens and not self._layers.start
         # Whether a step is one graph, and the copy stream idle meanwhile.  Else the next step's
         # weights or pages are copied beside it, and its tokens would wait for the CPU's part.
         self._is_single = not host_ffn and self._tiers is None
@@ -153,13 +160,27 @@ class GraphRunner:
             surveys = graph_ops.logit_stats_of(logits)
         self.surveys = graph_ops.logit_stats_list(surveys)
         if not (captured.sequences or captured.key.inputs):
-            self._likeliest = _next(step.segments), [one.best for one in self.surveys]
+            self._likeliest = next_runs(step.segments), [one.best for one in self.surveys]
         if begun is not None:
             axes = None if step.axes is None else step.axes + 1
             self._async_step = AsyncNextStep(captured, *self._likeliest, axes, begun)
         if self._tiers is not None:
             self._tiers.ended()
         return logits
+
+    def pass_on(self, step: Step) -> torch.Tensor | None:
+        """Hidden states behind its layers, on the device's queue; None for steps as in a call.
+
+        Valid until the next step.
+        """
+        captured = self._ready(step, None)
+        if captured is None:
+            return None
+        left = self._put_on_queue(captured)
+        if self._channel is not None:
+            self._end_answers()
+            self._channel.learn()
+        return left
 
     def _show(self, result: Result, viewer: PromptOutputSource) -> None:
         if result.shown is None:
@@ -173,7 +194,7 @@ class GraphRunner:
 
     def _ready(self, step: Step, shown: tuple[int, ...] | None) -> CapturedGraph | None:
         """A capture with the step's tokens; None for steps that are not captured."""
-        if not self._takes(step):
+        if not self.takes(step):
             return None
         if self._tiers is not None:
             self._offloaded = self._tiers.begin(step)
@@ -201,7 +222,7 @@ class GraphRunner:
             self._send(captured, step)  # computing has changed what was sent
         return captured
 
-    def _takes(self, step: Step) -> bool:
+    def takes(self, step: Step) -> bool:
         """Whether it computes such steps."""
         tokens = len(step.token_ids)
         decodes = all(run.length == 1 + run.drafts for run in step.segments)
@@ -285,7 +306,7 @@ class GraphRunner:
             or captured.key.inputs
             or not self._runs_ahead
             or not all(
-                run.context < min(_room(run), room, captured.key.context)
+                run.context < min(room_of(run), room, captured.key.context)
                 for run, room in zip(step.segments, captured.rooms, strict=True)
             )
         ):
@@ -302,24 +323,14 @@ class GraphRunner:
 
     def _advance(self, captured: CapturedGraph) -> None:
         """Let the step be the next one, where kernels read its runs: on a fake device."""
-        captured.step = replace(captured.step, segments=_next(captured.step.segments))
+        captured.step = replace(captured.step, segments=next_runs(captured.step.segments))
 
     # Captures
 
     def _start(self, captured: CapturedGraph) -> Result:
         """Put the step on the device's queue."""
-        if self._channel is not None:
-            self._channel.begin(len(captured.step.token_ids))
-        left = self._replay(captured)
-        if len(captured.results) < 2:
-            with torch.inference_mode(False):  # a copy may end when all computing has
-                kept = torch.empty(left.shape, dtype=left.dtype, device=left.device)
-                beside = None if captured.shown is None else _beside(captured.shown)
-                found = None if captured.logit_stats is None else _beside(captured.logit_stats)
-                captured.results.append((kept, _beside(left), found, beside))
-        else:
-            captured.results.append(captured.results.pop(0))
-        kept, host, surveys, shown = captured.results[-1]
+        left = self._put_on_queue(captured)
+        kept, host, surveys, shown = captured.next_results(left)
         if surveys is not None and captured.logit_stats is not None:
             surveys.copy_(captured.logit_stats, non_blocking=True)
         if shown is not None and captured.shown is not None:
@@ -331,9 +342,15 @@ class GraphRunner:
         else:
             host.copy_(left, non_blocking=True)
             arrived = self._device.record_event()
-        if self._channel is not None:
-            self._channel.serve(len(left))
         return Result(host, surveys, shown, arrived)
+
+    def _put_on_queue(self, captured: CapturedGraph) -> torch.Tensor:
+        if self._channel is None:
+            return self._replay(captured)
+        self._channel.begin(len(captured.step.token_ids))
+        left = self._replay(captured)
+        self._channel.serve(len(left))
+        return left
 
     def _end_answers(self) -> None:
         """Wait until the CPU has answered the first step whose answers were not waited for."""
@@ -346,15 +363,11 @@ class GraphRunner:
         """The runs of a step as layers see them: of one token each, where kernels read tensors."""
         if not self._keeps_runs or len(step.token_ids) == len(step.segments):
             return step.segments
-        return tuple(
-            replace(run, start=run.start + at, offset=run.offset + at, length=1, drafts=0)
-            for run in step.segments
-            for at in range(run.length)
-        )
+        return token_runs(step.segments)
 
     def _open(self, key: GraphKey, step: Step) -> CapturedGraph:
         where, hidden, inputs, axes = self._device.where, None, None, None
-        begin = None if self._looks_up else self._model.embed(step, self._weights)
+        begin = None if self._looks_up else self._begun(step)
         with torch.inference_mode(False):
             if begin is not None:
                 hidden = torch.empty(begin.shape, dtype=begin.dtype, device=where)
@@ -374,9 +387,12 @@ class GraphRunner:
         in_parts = self.host_ffn or self._offloaded
         return CapturedGraph(key, hidden, step, runs, in_parts, state_runs)
 
+    def _begun(self, step: Step) -> torch.Tensor:
+        return self._model.embed(step, self._weights) if self.given is None else self.given
+
     def _send(self, captured: CapturedGraph, step: Step) -> None:
         if captured.hidden is not None:
-            captured.hidden.copy_(self._model.embed(step, self._weights), non_blocking=True)
+            captured.hidden.copy_(self._begun(step), non_blocking=True)
         own = captured.step
         own.token_ids.copy_(step.token_ids, non_blocking=True)
         own.positions.copy_(step.positions, non_blocking=True)
@@ -385,7 +401,7 @@ class GraphRunner:
         if own.axes is not None and step.axes is not None:
             own.axes.copy_(step.axes, non_blocking=True)
         captured.step = replace(own, segments=self._segments(step))
-        captured.rooms = [_room(run) for run in step.segments]
+        captured.rooms = [room_of(run) for run in step.segments]
         if captured.runs is not None:
             given = self._kv.attention_metadata(step)
             graph_ops.fill_runs(captured.runs, ops.by_token(given) if captured.sequences else given)
@@ -447,14 +463,14 @@ class GraphRunner:
         if states is None:
             states = self._model.embed(step, weights)
         shown = captured.key.shown or ()
-        for index in range(self._model.spec.layers):
+        for index in self._layers:
             if index in shown:
                 captured.show(states, index)
             states = self._model.layer(index, states, step, weights, self._kv)
         if self._channel is not None:
             self._channel.note()
-        if self._model.spec.layers in shown:
-            captured.show(states, self._model.spec.layers)
+        if self._layers.stop in shown:
+            captured.show(states, self._layers.stop)
         if not self._head:
             return states
         if captured.key.shown == ():
@@ -482,18 +498,3 @@ class GraphRunner:
             if self._channel is not None:
                 self._channel.is_open = False
         return self.works
-
-
-def _room(run: Segment) -> int:
-    """Positions that it has pages for: a sequence that grows may have fewer than it may need."""
-    return min(run.reserved, run.reserved_tokens or run.reserved)
-
-
-def _next(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """The runs of the step that follows, if all go on."""
-    return tuple(replace(run, start=run.start + 1) for run in runs)
-
-
-def _beside(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned host memory for a copy of a device's tensor."""
-    return host_buffer(tensor.shape, tensor.dtype, tensor.device)

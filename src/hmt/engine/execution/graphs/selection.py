@@ -1,6 +1,7 @@
 """Which steps of a plan a device captures, and how."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from hmt.contracts.blocks import BlockId, BlockKind
@@ -9,15 +10,34 @@ from hmt.contracts.model import KVKind, Model, ModelSpec
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.store import Weights
 from hmt.engine.execution.graphs.runner import GraphRunner
+from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
 from hmt.engine.loading.device import OnDevice
 from hmt.kernels import graph_ops
-from hmt.kvcache import AnyKV, GraphKVCache, PagedKV, TieredKV
-from hmt.weights import BlockLayout
+from hmt.kvcache import AnyKV, GraphKVCache, PagedKV, SplitKVCache, TieredKV
+from hmt.memory.device import Device
+from hmt.weights import BlockLayout, SplitWeights
 
 # Tokens of a step for which the device asks the CPU for experts while it runs.
 _MAX_PROMPT_LOGIT_ROWS = 32
 # What captured steps read nothing of, or in front of what is captured.
 _OUTSIDE = (BlockKind.EMBEDDING, BlockKind.VISION)
+
+
+def captures_of(
+    model: Model,
+    weights: Weights,
+    plan: Plan,
+    on_devices: Sequence[OnDevice],
+    kv: AnyKV,
+    rows: int,
+    layouts: Mapping[BlockId, BlockLayout],
+) -> GraphRunner | SplitGraphRunner | str | None:
+    """What captures steps, or why nothing does, for people; None without a device."""
+    if len(on_devices) > 1:
+        return open_split_graphs(model, weights, plan, on_devices, kv, rows, layouts)
+    if not on_devices:
+        return None
+    return open_graphs(model, weights, plan, on_devices[0], kv, rows, layouts)
 
 
 def open_graphs(
@@ -28,6 +48,7 @@ def open_graphs(
     kv: AnyKV,
     rows: int,
     layouts: Mapping[BlockId, BlockLayout],
+    layers: range | None = None,
 ) -> GraphRunner | str:
     """Captured steps, where all but embedding, head and experts is on the device.
 
@@ -35,17 +56,21 @@ def open_graphs(
     model without experts, and KV pages of one whose experts are on the device.  Recurrent state is
     where its layers are.  Otherwise what prevents capturing, for people.
 
-    rows   tokens of a step, at most
+    rows     tokens of a step, at most
+    layers   the row of them that `plan` is of; None: all
     """
-    captured = partial(GraphRunner, exact_batches=_exact_batches(model.spec, layouts))
+    exact = _exact_batches(model.spec, layouts)
+    captured = partial(GraphRunner, exact_batches=exact, layers=layers)
     own, device = on_device.weights, on_device.device
     if model.spec.uncaptured:
         return model.spec.uncaptured
     if not graph_ops.has_kernels(device.where):
         return f"{device.name} computes in plain torch"
     seldom: tuple[BlockKind, ...] = (*_OUTSIDE, BlockKind.EXPERT)
-    host_ffn = _leaves_only_networks(model, plan)
-    head = all(home is Tier.DEVICE for b, home in plan.homes.items() if b.kind is BlockKind.HEAD)
+    stages = range(model.spec.layers + 1) if layers is None else layers
+    host_ffn = _leaves_only_networks(plan, stages)
+    head = layers is None or layers.stop == model.spec.layers
+    head &= all(home is Tier.DEVICE for b, home in plan.homes.items() if b.kind is BlockKind.HEAD)
     seldom += () if head else (BlockKind.HEAD,)
     homes = {home for block, home in plan.homes.items() if block.kind not in seldom}
     if homes != {Tier.DEVICE} and not host_ffn:
@@ -59,7 +84,7 @@ def open_graphs(
     if not isinstance(kv, PagedKV):
         return "the CPU computes some layers"
     if homes != {Tier.DEVICE}:
-        return captured(model, own, kv, device, host_ffn=True)
+        return captured(model, own, kv, device, host_ffn=True, head=head)
     experts = [block for block in plan.homes if block.kind is BlockKind.EXPERT]
     away = {b.layer for b in experts if plan.homes[b] is not Tier.DEVICE}
     if experts and weights is not own:
@@ -79,6 +104,46 @@ def open_graphs(
     return captured(model, own, kv, device, channel, head=head)
 
 
+def open_split_graphs(
+    model: Model,
+    weights: Weights,
+    plan: Plan,
+    on_devices: Sequence[OnDevice],
+    kv: AnyKV,
+    rows: int,
+    layouts: Mapping[BlockId, BlockLayout],
+) -> SplitGraphRunner | str:
+    """The same of layers on several devices: each row as if it were alone.
+
+    weights   those of all rows
+    """
+    spec, devices = model.spec, plan.stage_devices
+    if any(devices.get(at) != devices.get(of) for at, of in spec.kv_sources.items()):
+        return "layers on several GPUs share keys and values"
+    if not isinstance(kv, SplitKVCache) or not kv.is_on_devices:
+        return "the CPU computes some layers"
+    if not isinstance(weights, SplitWeights):
+        return "what routers choose is recorded"
+    opened = list[tuple[Device, GraphRunner]]()
+    for there, share in zip(on_devices, plan.devices, strict=True):
+        stages = sorted(share.stages - {spec.layers})
+        layers, last = range(stages[0], stages[-1] + 1), there is on_devices[-1]
+        homes = {
+            block: home
+            for block, home in plan.homes.items()
+            if block.layer in layers or (last and block.kind is BlockKind.HEAD)
+        }
+        own = replace(plan, homes=homes, devices=(share,))
+        part = open_graphs(
+            model, there.weights, own, there, kv.parts[share.index], rows, layouts, layers
+        )
+        if isinstance(part, str):
+            return part
+        opened.append((there.device, part))
+    embeds = not on_devices[0].weights.looks_up_tokens and weights.looks_up_tokens
+    return SplitGraphRunner(model, weights, opened, embeds=embeds)
+
+
 def _expert_width(model: Model) -> int:
     """Numbers that experts take of a token, and give."""
     experts = (block for block in model.spec.blocks if block.id.kind is BlockKind.EXPERT)
@@ -86,8 +151,11 @@ def _expert_width(model: Model) -> int:
     return next(outputs, model.spec.hidden_size)
 
 
-def _leaves_only_networks(model: Model, plan: Plan) -> bool:
-    """Whether steps of `plan` leave nothing but feed-forward networks in memory to the CPU."""
+def _leaves_only_networks(plan: Plan, stages: range) -> bool:
+    """Whether steps of `plan` leave nothing but feed-forward networks in memory to the CPU.
+
+    stages   layers and perhaps the head that the device must compute for it
+    """
     away = {(block.kind, home) for block, home in plan.homes.items() if home is not Tier.DEVICE}
     known = {
         (BlockKind.FFN, Tier.HOST),
@@ -95,7 +163,7 @@ def _leaves_only_networks(model: Model, plan: Plan) -> bool:
         (BlockKind.EMBEDDING, Tier.DISK),
         (BlockKind.VISION, Tier.DISK),
     }
-    return away <= known and plan.device.stages >= set(range(model.spec.layers + 1))
+    return away <= known and plan.device.stages >= set(stages)
 
 
 def _exact_batches(spec: ModelSpec, layouts: Mapping[BlockId, BlockLayout]) -> bool:
