@@ -137,8 +137,8 @@ class Outcome:
     """
 
     model_type: str
-    architecture: str
-    kind: str
+    architecture: str = ""
+    kind: str = ""
     reason: str = ""
 
 

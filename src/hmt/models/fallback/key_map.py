@@ -6,8 +6,9 @@ concatenation, and tells by its offset which rows it holds.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import PermuteForRope, revert_weight_conversion
 
 from hmt.contracts.blocks import ParamSpec, Role
 
@@ -45,13 +46,17 @@ class Published:
 
     slices  by parameter, in the order of its rows
     shapes  by parameter
+    orders  of those whose rows are published in another order: which published row each is
     """
 
     slices: Mapping[str, tuple[TensorSlice, ...]]
     shapes: Mapping[str, tuple[int, ...]]
+    orders: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def whole(self, param: str) -> bool:
-        """Whether it is known where all of `param` is."""
+    def whole(self, param: str, *, ordered: bool = False) -> bool:
+        """Whether it is known where all of `param` is; `ordered`: or its rows in another order."""
+        if param in self.orders and not ordered:
+            return False
         covered = 0
         for piece in self.slices.get(param, ()):
             if piece.first != covered:
@@ -110,8 +115,9 @@ def find(model: PreTrainedModel) -> Published:
     probes = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {_storage(probe): name for name, probe in probes.items()}
     aliases = _Aliases()
+    orders: dict[str, Tensor] = {}
     try:
-        with torch.no_grad(), aliases:
+        with _orders_noted(owners, orders), torch.no_grad(), aliases:
             tensors = revert_weight_conversion(model, dict(probes))
     except Exception:  # of operations that a view cannot be followed through
         tensors = {}
@@ -130,7 +136,26 @@ def find(model: PreTrainedModel) -> Published:
             if other in pieces:
                 pieces[param] = pieces[other]
     found = {p: tuple(sorted(parts, key=lambda x: x.first)) for p, parts in pieces.items()}
-    return Published(found, shapes)
+    return Published(found, shapes, orders)
+
+
+@contextmanager
+def _orders_noted(owners: Mapping[int, str], orders: dict[str, Tensor]) -> Iterator[None]:
+    """Until left, rows of heads are not put in another order; which one it is, is noted instead."""
+    permute = PermuteForRope._permute_for_rope
+    noted: list[tuple[str, PermuteForRope, int, Any]] = []
+
+    def note(operation: PermuteForRope, tensor: Tensor, config: Any) -> Tensor:
+        noted.append((owners[_storage(tensor)], operation, tensor.shape[0], config))
+        return tensor
+
+    PermuteForRope._permute_for_rope = note  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        PermuteForRope._permute_for_rope = permute  # type: ignore[method-assign]
+    for name, operation, rows, config in noted:
+        orders[name] = permute(operation, torch.arange(rows, device="cpu"), config).argsort()
 
 
 def _tied(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:

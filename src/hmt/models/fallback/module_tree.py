@@ -67,8 +67,9 @@ def read(config: Mapping[str, Any]) -> Config:
             "know: a newer one may"
         )
     own = getattr(getattr(transformers, architecture).config_class, "model_type", None)
-    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    if architecture != causal and model_type != own:
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    known = [names.get(model_type) for names in kinds]
+    if architecture not in known and model_type != own:
         raise CheckpointError(f"model_type {model_type!r} is not that of a {architecture}")
     read = as_transformers_reads(config, model_type)
     if getattr(read, "is_encoder_decoder", False):

@@ -25,15 +25,20 @@ class Value:
     """A parameter that a module reads as a tensor.
 
     names   of its rows in its block, in order: a checkpoint may hold them in several tensors
+    order   of those rows, which each row of the parameter is
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    order: Tensor | None = None
 
     def of(self, params: Mapping[str, WeightTensor]) -> Tensor:
         """The tensor, valid as long as the lease."""
-        return joined(params, self.names).to(self.dtype).reshape(self.shape)
+        rows = joined(params, self.names).to(self.dtype)
+        if self.order is not None:
+            rows = rows[self.order.to(rows.device)]
+        return rows.reshape(self.shape)
 
 
 def joined(params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:

@@ -28,6 +28,7 @@ class VisionModel(ForwardingModel[Model]):
         if step.image_rows is None or step.image_features is None or self._replaces:
             return hidden
         rows = step.image_features.to(hidden.device, hidden.dtype)
+        rows = rows.repeat(1, hidden.shape[1] // rows.shape[1])  # streams that begin alike
         return hidden.index_copy(0, step.image_rows.to(hidden.device), rows)
 
     @override

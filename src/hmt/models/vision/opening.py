@@ -19,7 +19,7 @@ from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
 from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
-from hmt.models.vision.processing import Processing, with_text
+from hmt.models.vision.processing import Processing, with_text, writes_text
 
 # Whose image processor tells of a grid of patches, and whose positions have three axes.
 _OF_GRIDS: Final = (
@@ -85,8 +85,7 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         if not any((folder / name).is_file() for name in _PROCESSORS):
             return _without(model, f"there is no preprocessor_config.json in {folder}")
         try:
-            _check_text(model, axes=kind in _OF_GRIDS and kind not in _ONE_AXIS)
-            encoder = _opened(config, folder, model.dtype)
+            encoder = _opened(config, folder, model)
             if not isinstance(model, Decoder) and (encoder.together or encoder.added):
                 raise CheckpointError(
                     "its language model runs through transformers' modules, in which tokens of "
@@ -94,8 +93,7 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
                 )
         except _WRONG as error:
             logger.debug("images cannot be encoded", exc_info=error)
-            said = f"{type(error).__name__}: {error!s:.200}"
-            return _without(model, f"its encoder of images cannot be made ({said})")
+            return _without(model, f"its encoder of images cannot be made ({_said(error)})")
     for block in encoder.tower.blocks:
         for param in block.params:
             if not any(source in names for source in param.sources):
@@ -121,36 +119,55 @@ def _without(model: Model, why: str) -> Model:
     return model
 
 
-def _opened(config: Mapping[str, Any], folder: Path, dtype: torch.dtype) -> Encoder:
+def _said(error: BaseException) -> str:
+    """Why an encoder cannot be made, and what to install where that is all."""
+    said = str(error)
+    if "torchvision" in said.lower() and find_spec("torchvision") is None:
+        return (
+            "its image processor needs torchvision, which is not installed: pip install torchvision"
+        )
+    return f"{type(error).__name__}: {said:.200}"
+
+
+def _opened(config: Mapping[str, Any], folder: Path, model: Model) -> Encoder:
     """Raises errors of many kinds where configurations are not what they should be."""
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
     from hmt.models.vision import windows
     from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
-    whole = module_tree.read(config)
-    tree = module_tree.build(whole, config["architectures"][0], dtype, by_name=False, listed=False)
+    whole, kind = module_tree.read(config), config["model_type"]
+    tree = module_tree.build(
+        whole, config["architectures"][0], model.dtype, by_name=False, listed=False
+    )
     text = tree.model.get_decoder()
     windows.use(tree.model, text)
-    path = next(name for name, module in tree.model.named_modules() if module is text)
-    token = int(next(getattr(whole, name) for name in _TOKENS if hasattr(whole, name)))
-    kind = config["model_type"]
+    path = next((name for name, module in tree.model.named_modules() if module is text), None)
+    named = [getattr(whole, name, None) for name in _TOKENS]
+    token = next((number for number in named if isinstance(number, int)), None)
+    if path is None or token is None:
+        raise CheckpointError("its config.json names no token that stands for images")
     if kind not in _OF_GRIDS + _PLAIN + _REPLACING:
         check_replaces(tree.model, text, token)
+    axes = None if kind in _ONE_AXIS else getattr(tree.model.base_model, "get_rope_index", None)
+    _check_text(model, axes=axes is not None)
     tower = Tower(tree.model, path, key_map.find(tree.model))
     processor = _processor(folder)
-    if kind not in _OF_GRIDS + _PLAIN:
+    if kind in _OF_GRIDS + _PLAIN or (axes is not None and not writes_text(kind)):
+        processing = Processing(processor, token, token)
+        grid = kind not in _PLAIN
+        sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
+        encoder = Encoder(tower, processing, sizes, axes=axes, added=_added(whole) > 0)
+        _check_processor(encoder, whole.vision_config, grid=grid)
+    else:
         processing = with_text(whole, folder, token, processor)
         sizes = _probed_sizes(whole, processing)
-        return Encoder(tower, processing, sizes, together=_together(whole))
-    processing = Processing(processor, token, token)
-    if kind in _PLAIN:
-        encoder = Encoder(tower, processing, _plain_sizes(whole))
-    else:
-        axes = None if kind in _ONE_AXIS else tree.model.base_model.get_rope_index
-        sizes = _grid_sizes(whole, processor)
-        encoder = Encoder(tower, processing, sizes, axes=axes, added=_added(whole) > 0)
-    _check_processor(encoder, whole.vision_config, grid=kind in _OF_GRIDS)
+        encoder = Encoder(tower, processing, sizes, axes=axes, together=_together(whole))
+    made = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs
+    if absent := [name for name in tower.needs if name not in made]:
+        raise CheckpointError(
+            f"its tower takes {absent[0]}, which its image processor makes none of"
+        )
     return encoder
 
 
@@ -199,10 +216,10 @@ def _check_processor(encoder: Encoder, vision: Any, *, grid: bool) -> None:
     """Raise ValueError where the image processor prepares images for another tower."""
     pixels = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs["pixel_values"]
     if grid:
-        wanted = 3 * vision.temporal_patch_size * vision.patch_size**2
-        if pixels.dim() != 2 or pixels.shape[1] != wanted:
+        wanted = 3 * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
+        if pixels[0].numel() != wanted:
             raise ValueError(
-                f"its image processor makes patches of {pixels.shape[-1]}, not {wanted}"
+                f"its image processor makes patches of {pixels[0].numel()}, not {wanted}"
             )
     elif pixels.shape != (1, 3, vision.image_size, vision.image_size):
         raise ValueError(f"its image processor makes images of {list(pixels.shape)}")
@@ -249,6 +266,8 @@ def _probed_sizes(config: Any, processing: Processing) -> TowerSizes:
     wide = getattr(vision, "intermediate_size", None) or 4 * vision.hidden_size
     kept = getattr(config, "vision_feature_layer", -1) != -1
     made = processing.made(torch.zeros(_PROBED, _PROBED, 3, dtype=torch.uint8))
+    if "pixel_values" not in made:
+        raise LookupError("its image processor makes no pixel_values")
     return TowerSizes(
         width=vision.hidden_size,
         wide=wide,

@@ -81,7 +81,8 @@ class WithText(Processing):
     def __init__(self, processor: Any, token: int) -> None:
         """Raises ValueError where a prompt cannot say where an image is."""
         self._tokenizer = processor.tokenizer
-        mark = self._tokens(processor.image_token)
+        self._place: str = getattr(processor, "image_placeholder_token", processor.image_token)
+        mark = self._tokens(self._place)
         if len(mark) != 1:
             raise ValueError(f"its mark of images is {len(mark)} tokens")
         super().__init__(processor, mark[0], token)
@@ -89,13 +90,16 @@ class WithText(Processing):
 
     def made(self, pixels: Tensor) -> Mapping[str, Any]:
         """See Processing."""
+        from PIL import (
+            Image,
+        )  # some processors know no arrays, or take those of few pixels for bare
+
         made: Mapping[str, Any] = self._processor(
-            images=[pixels.numpy()],
-            text=[self._processor.image_token],
+            images=[Image.fromarray(pixels.numpy())],
+            text=[self._place],
             add_special_tokens=False,
             padding=False,
             return_tensors="pt",
-            input_data_format="channels_last",
         )
         return made
 
@@ -121,6 +125,13 @@ class WithText(Processing):
     def _tokens(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
+
+
+def writes_text(kind: str) -> bool:
+    """Whether transformers has a processor of images and text for models of this type."""
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    return kind in PROCESSOR_MAPPING_NAMES
 
 
 def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
@@ -165,5 +176,18 @@ def _processor(kind: Any, folder: Path, images: Any, tokenizer: Any) -> Any:
 
     OfImages.__name__ = kind.__name__
     parts = {"image_processor": images, "tokenizer": tokenizer}
-    args = [parts.get(name) for name in kind.get_attributes()]
-    return OfImages.from_args_and_dict(args, fields, **options)
+    names = kind.get_attributes()
+    try:
+        args = [parts.get(name) for name in names]
+        return OfImages.from_args_and_dict(args, fields, **options)
+    except AttributeError:  # of a class that asks its part for videos something, as MiniCPM-V's
+        args = [parts.get(name, _Absent()) for name in names]
+        return OfImages.from_args_and_dict(args, fields, **options)
+
+
+class _Absent(dict[str, Any]):
+    """In place of a part of a processor that images do not need."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)

@@ -31,6 +31,7 @@ class Tower:
     published, in the activations' dtype, where they lie.
 
     takes       names of what is known of an image, by which features are asked for
+    needs       those of them without which there are none
     own_bytes   of parameters that are copied while features are computed
     """
 
@@ -40,13 +41,19 @@ class Tower:
         Raises LookupError for a part that cannot be cut into blocks.
         """
         self._model = model
-        whole = model if hasattr(model, "get_image_features") else model.base_model
+        base = model.base_model  # whose parameters are named; others pass them on
+        whole = base if hasattr(base, "get_image_features") else model
         self._features = whole.get_image_features
         self._text = text
+        self._width = model.config.get_text_config().hidden_size
         for module in model.modules():
             if isinstance(module, nn.Conv3d):
                 module.forward = partial(_convolved, module, module.forward)  # type: ignore[method-assign]
-        self.takes = tuple(inspect.signature(self._features).parameters)
+        params = inspect.signature(self._features).parameters
+        self.takes = tuple(params)
+        self.needs = tuple(
+            n for n, p in params.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        )
         self._own: list[tuple[nn.Module, BlockId, dict[str, Value]]] = []
         self.own_bytes = 0
         blocks = []
@@ -57,11 +64,12 @@ class Tower:
             specs: list[ParamSpec] = []
             values: dict[str, Value] = {}
             for name, tensor in tensors.items():
-                if not published.whole(f"{path}.{name}"):
+                if not published.whole(f"{path}.{name}", ordered=True):
                     raise LookupError(f"{path}.{name} is published in an unknown form")
                 held = published.specs(f"{path}.{name}", name, Role.VECTOR)
                 names = tuple(spec.name for spec in held)
-                values[name] = Value(names, tuple(tensor.shape), tensor.dtype)
+                order = published.orders.get(f"{path}.{name}")
+                values[name] = Value(names, tuple(tensor.shape), tensor.dtype, order)
                 specs += held
             blocks.append(BlockSpec(block, tuple(specs)))
             if whole:
@@ -98,6 +106,11 @@ class Tower:
             raise RequestError(
                 f"the model's tower makes {len(rows)} rows of an image that {tokens} tokens stand "
                 "for: its preprocessor_config.json does not belong to its config.json"
+            )
+        if rows.shape[1] != self._width:
+            raise RequestError(
+                f"the model's tower makes features of {rows.shape[1]} numbers, and its embeddings "
+                f"have {self._width}: its config.json does not belong to its weights"
             )
         layers = getattr(out, "deepstack_features", None) or ()
         return ImageFeatures(rows.cpu(), tuple(_rows(layer).cpu() for layer in layers))
