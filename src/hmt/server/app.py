@@ -20,6 +20,8 @@ from hmt.server.model_manager import LoadableModels, ModelManager
 from hmt.server.openai import chat, completions, embeddings, models
 from hmt.server.page import routes as page
 from hmt.server.page.snapshot_cache import SnapshotCache
+from hmt.server.responses import routes as responses
+from hmt.server.responses.store import ResponseStore
 from hmt.server.service import Service
 from hmt.server.stream import ClientGone, EmptyResponse
 
@@ -66,6 +68,7 @@ def create_app(
         templates={} if config.chat_template is None else {first: config.chat_template},
     )
     app.state.model_manager.put(first, model)
+    app.state.responses = ResponseStore()
     errors.install(app)
 
     @app.exception_handler(ClientGone)
@@ -78,6 +81,7 @@ def create_app(
         embeddings.router,
         models.router,
         messages.router,
+        responses.router,
         page.router,
     )
     _add_watching(app, metrics)
@@ -99,7 +103,7 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
     cors = Middleware(
         CORSMiddleware,
         allow_origins=config.origins,
-        allow_methods=("GET", "HEAD", "POST"),
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
         # Clients send more with each release: x-stainless-*, anthropic-version, ...  Which pages
         # may ask is the origin's matter, and with which key the key's.
         allow_headers=("*",),

@@ -42,6 +42,7 @@ _CODES: Final = {
 _ANTHROPIC_CODES: Final = ("thread_not_found",)
 
 _BLOCKS: Final = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
+ITEM_TAG: Final = "item "  # before the kinds of items and tools of the Responses API
 _ANTHROPIC_PATH: Final = "/v1/messages"
 _ANTHROPIC: Final = {
     400: "invalid_request_error",
@@ -184,11 +185,12 @@ def _not_valid(error: RequestValidationError) -> ApiError:
 
 
 def _without_tags(place: list[Any]) -> list[Any]:
-    """The place of an error without the types of Anthropic's blocks, which pydantic puts in it."""
+    """The place of an error without the types of blocks and items, which pydantic puts in it."""
     return [
         part
         for n, part in enumerate(place)
-        if not (part in _BLOCKS and n and isinstance(place[n - 1], int) and n + 1 < len(place))
+        if not str(part).startswith(ITEM_TAG)
+        and not (part in _BLOCKS and n and isinstance(place[n - 1], int) and n + 1 < len(place))
     ]
 
 
@@ -239,7 +241,7 @@ def _is_union_member(part: object) -> bool:
     """Pydantic names the member of a union in the place of an error: "str", "list[str]"."""
     if not isinstance(part, str):
         return False
-    names = ("str", "int", "float", "bool", "NamedTool", "AllowedTools")
+    names = ("str", "int", "float", "bool", "NamedTool", "AllowedTools", "ToolChoice")
     return part in names or part.startswith(("constrained-", "list[", "literal["))
 
 

@@ -15,13 +15,8 @@ from hmt.server.anthropic.schemas import Counted, MessagesBody
 from hmt.server.client import off_loop
 from hmt.server.errors import as_api_error
 from hmt.server.generation import Generation
-from hmt.server.openai.output_parser import (
-    AnswerParser,
-    OutputParser,
-    ParsedAnswer,
-    form_of_calls,
-    style_of,
-)
+from hmt.server.openai.chat_turn import ChatTurn, begin_chat
+from hmt.server.openai.output_parser import AnswerParser, ParsedAnswer
 from hmt.server.service import ApiRequest, service_of
 from hmt.server.stream import EventStream, SseDialect, unless_gone
 from hmt.server.thinking import Thinking, thinking
@@ -46,34 +41,25 @@ ANTHROPIC = SseDialect(
 async def messages(body: MessagesBody, request: Request) -> Response:
     """Answer a chat."""
     service = service_of(request, body.model)
-    tokenizer, tools = service.model.tokenizer, body.callable
-    style = style_of(tokenizer) if tools else None
-    thought = _thinking(tokenizer, body)
-    called = form_of_calls(style, body.forced, tokenizer) if style and body.forced else None
-    images = await service.files_of(body.images, request.receive)
     asked = ApiRequest(
         owner=request.state.owner,
         sampling=body.sampling,
         max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
-        reasoning_tokens=thought.limit,
-        grammar=called or body.grammar,
-        formed="tools" if called else "output_config",
+        grammar=body.grammar,
+        formed="output_config",
         cache_salt=body.cache_salt or "",
-        images=images,
     )
-    prompts: list[list[int]] = []
-
-    def encode() -> list[list[int]]:
-        service.model.check_images(len(images))
-        formed = called is None and asked.grammar is not None
-        prompts.append(_prompt(tokenizer, body, thought, formed=formed, most=service.max_positions))
-        return prompts
-
-    generation = await service.begin(asked, encode, 1, "messages")
-    reading = OutputParser(
-        tokenizer, prompts[0], style, tools, asked.grammar is not None, several=body.several
+    turn = ChatTurn(
+        messages=body.chat,
+        tools=body.callable,
+        forced=body.forced,
+        images=body.images,
+        thought=_thinking(service.model.tokenizer, body),
+        goes_on=body.goes_on,
+        several=body.several,
     )
+    generation, reading = await begin_chat(service, asked, turn, request.receive)
     heading = {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
@@ -100,7 +86,7 @@ async def count_tokens(body: Counted, request: Request) -> dict[str, int]:
     """How long a prompt is."""
     tokenizer = service_of(request, body.model).model.tokenizer
     try:
-        tokens = await off_loop(lambda: _prompt(tokenizer, body, _thinking(tokenizer, body)))
+        tokens = await off_loop(lambda: _prompt(tokenizer, body))
     except HMTError as error:
         raise as_api_error(error, "messages") from error
     return {"input_tokens": len(tokens)}
@@ -117,21 +103,10 @@ def _thinking(tokenizer: Tokenizer, body: Counted) -> Thinking:
     )
 
 
-def _prompt(
-    tokenizer: Tokenizer,
-    body: Counted,
-    thought: Thinking,
-    *,
-    formed: bool = False,
-    most: int | None = None,
-) -> list[int]:
+def _prompt(tokenizer: Tokenizer, body: Counted) -> list[int]:
+    thought = _thinking(tokenizer, body)
     return tokenizer.chat_prompt(
-        body.chat,
-        body.callable or None,
-        variables=thought.variables,
-        goes_on=body.goes_on,
-        formed=formed,
-        most=most,
+        body.chat, body.callable or None, variables=thought.variables, goes_on=body.goes_on
     )
 
 

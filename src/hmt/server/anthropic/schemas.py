@@ -17,7 +17,7 @@ from hmt.server.anthropic.unused import (
 )
 from hmt.server.fields import Fields, unsupported, wrong
 from hmt.server.images import RemoteImage, content_of, file_of_base64, file_of_url
-from hmt.server.openai.schemas import MAX_STOPS, CacheSalt, Stop
+from hmt.server.openai.sampling import MAX_STOPS, CacheSalt, Stop
 from hmt.server.openai.tools import MAX_TOOLS
 
 

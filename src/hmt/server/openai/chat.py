@@ -1,30 +1,30 @@
 """POST /v1/chat/completions."""
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from hmt.contracts.request import FinishReason, TokenEvent, TokenLogprob
+from hmt.contracts.request import FinishReason, TokenEvent
 from hmt.server.generation import Generation
-from hmt.server.openai.output_parser import AnswerParser, OutputParser, form_of_calls, style_of
+from hmt.server.openai.chat_turn import ChatTurn, begin_chat
+from hmt.server.openai.output_parser import AnswerParser, OutputParser
 from hmt.server.openai.request import Counting, api_request
 from hmt.server.openai.response import (
     GatheredAnswers,
     Heading,
-    answer_text,
     gather,
+    logprobs_of,
     rendered,
-    token_text,
     usage,
 )
 from hmt.server.openai.schemas import ChatBody
 from hmt.server.service import service_of
 from hmt.server.stream import EventStream, unless_gone
 from hmt.server.thinking import thinking
-from hmt.text import Tokenizer, ToolCall
+from hmt.text import ToolCall
 
 router = APIRouter()
 
@@ -38,42 +38,23 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
     wanted = api_request(
         request, body, longest=body.longest, logprobs=logprobs, answers=body.choices
     )
-    messages, tools = [message.plain() for message in body.messages], body.callable
-    thought = thinking(
-        tokenizer,
-        effort=body.reasoning_effort,
-        limit=body.thinking_token_budget,
-        tools=bool(tools),
-    )
-    sent = [image for message in body.messages for image in message.images]
-    images = await service.files_of(sent, request.receive)
-    wanted = replace(wanted, reasoning_tokens=thought.limit, images=images)
-    style = style_of(tokenizer) if tools else None
-    if style is not None and body.must_call:
-        form, formed = form_of_calls(style, body.forced, tokenizer), "tools"
-        wanted = replace(wanted, grammar=form, formed=formed)
-    bare = wanted.grammar is not None and not body.must_call
-    prompts: list[list[int]] = []
-
-    def encode() -> list[list[int]]:
-        service.model.check_images(len(images))
-        prompts.append(
-            tokenizer.chat_prompt(
-                messages,
-                tools or None,
-                variables=thought.variables | body.variables,
-                goes_on=bool(body.continue_final_message),
-                formed=bare,
-                most=service.max_positions,
-            )
-        )
-        return prompts
-
-    generation = await service.begin(wanted, encode, 1, "messages")
-    reading = OutputParser(
-        tokenizer, prompts[0], style, tools, wanted.grammar is not None,
+    tools = body.callable
+    turn = ChatTurn(
+        messages=[message.plain() for message in body.messages],
+        tools=tools,
+        forced=body.forced,
+        images=[image for message in body.messages for image in message.images],
+        thought=thinking(
+            tokenizer,
+            effort=body.reasoning_effort,
+            limit=body.thinking_token_budget,
+            tools=bool(tools),
+        ),
+        variables=body.variables,
+        goes_on=bool(body.continue_final_message),
         several=body.parallel_tool_calls is not False,
-    )  # fmt: skip
+    )
+    generation, reading = await begin_chat(service, wanted, turn, request.receive)
     if body.stream:
         heading = Heading("chat.completion.chunk", service.name, "chatcmpl")
         counting = Counting.of(body)
@@ -98,7 +79,7 @@ def _choice(number: int, answer: GatheredAnswers, reading: OutputParser) -> dict
     return {
         "index": number,
         "message": message,
-        "logprobs": _logprobs(answer.events, reading.tokenizer),
+        "logprobs": logprobs_of(answer.events, reading.tokenizer),
         "finish_reason": reason,
     }
 
@@ -116,7 +97,7 @@ class _Stream:
         """What is said with it."""
         reason = event.finish_reason
         said = self.reader.read(event.text, last=reason is not None)
-        logprobs = _logprobs([event], self.reading.tokenizer)
+        logprobs = logprobs_of([event], self.reading.tokenizer)
         if said.reasoning:
             yield _part(self.number, {"reasoning_content": said.reasoning})
         if said.text or (logprobs and logprobs["content"]):
@@ -164,18 +145,3 @@ def _part(
     return {
         "index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason,
     }  # fmt: skip
-
-
-def _logprobs(events: list[TokenEvent], tokenizer: Tokenizer) -> dict[str, Any] | None:
-    if not events or events[0].logprob is None:
-        return None
-    return {"content": [_token(one, tokenizer) for one in answer_text(events)], "refusal": None}
-
-
-def _token(found: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    def named(token_id: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token_id)
-        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": list(raw)}
-
-    top = [named(token_id, logprob) for token_id, logprob in found.top]
-    return named(found.token_id, found.logprob) | {"top_logprobs": top}

@@ -7,13 +7,14 @@ from fastapi import Request
 
 from hmt.server.generation import Generation
 from hmt.server.openai.response import usage
+from hmt.server.openai.sampling import Sampler
 from hmt.server.openai.schemas import SamplingFields
 from hmt.server.service import LATER, ApiRequest
 
 
 def api_request(
     request: Request,
-    body: SamplingFields,
+    body: Sampler,
     *,
     longest: int | None,
     logprobs: int | None,
@@ -33,7 +34,7 @@ def api_request(
         priority=LATER if body.service_tier == "flex" else 0,
         timeout_s=body.timeout,
         grammar=body.grammar,
-        formed="response_format" if body.structured_outputs is None else "structured_outputs",
+        formed=body.formed,
         cache_salt=body.cache_salt or "",
     )
 

@@ -117,3 +117,22 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 def answer_text(events: list[TokenEvent]) -> list[TokenLogprob]:
     """The log-probabilities of tokens that are part of the answer: not of one that ended it."""
     return [event.logprob for event in events if event.logprob is not None and not event.ends]
+
+
+def logprobs_of(events: list[TokenEvent], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """Log-probabilities of a chat's answer; None where they were not asked for."""
+    if not events or events[0].logprob is None:
+        return None
+    told = [told_logprob(one, tokenizer) for one in answer_text(events)]
+    return {"content": told, "refusal": None}
+
+
+def told_logprob(found: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Of one token, and of the likeliest in its place."""
+
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        return {"token": token_text(tokenizer, token_id), "logprob": logprob, "bytes": list(raw)}
+
+    top = [named(token_id, logprob) for token_id, logprob in found.top]
+    return named(found.token_id, found.logprob) | {"top_logprobs": top}

@@ -5,16 +5,17 @@ has: `hmt.server.fields`.
 """
 
 import json
-import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from typing_extensions import override
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import parse_bytes
-from hmt.contracts.request import Grammar, GrammarKind, Sampling
-from hmt.server.fields import Fields, Refusal, unsupported, wrong
+from hmt.contracts.request import Grammar, GrammarKind
+from hmt.server.fields import Fields, Refusal, wrong
 from hmt.server.openai.messages import Message, Templated
+from hmt.server.openai.sampling import MIN_TIMEOUT_S, Effort, Longest, Prompt, Sampler, TokenId
 from hmt.server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, plain_tools
 from hmt.server.openai.unused import (
     CHAT_IGNORED,
@@ -25,33 +26,10 @@ from hmt.server.openai.unused import (
     TEXT_REFUSED,
 )
 
-MAX_STOPS = 16
-MAX_STOP_LENGTH = 1000
-MAX_BIASES = 1024
 MAX_PROMPTS = 64
 MAX_INPUTS = 2048  # as OpenAI
-MAX_GRAMMAR = 65536  # characters
-MAX_CHOICES = 1024
-MAX_STOP_IDS = 1024
-MAX_SALT = 256  # characters
-MIN_TIMEOUT_S = 0.01  # less is over before a request is read
 
-_TOKEN = re.compile("[0-9]{1,18}")  # int() refuses more than 4300 digits
-
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-TokenId = Annotated[int, Field(ge=0)]
-Prompt = Annotated[str, Field(min_length=1)]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-
-
-def _some(tokens: int) -> int:
-    if tokens == 0:
-        raise wrong("", "an answer has at least 1 token; -1 is as many as the context holds")
-    return tokens
-
-
-Longest = Annotated[int, Field(ge=-1), AfterValidator(_some)]
 
 
 class StreamOptions(Fields):
@@ -99,80 +77,12 @@ class Format(Fields):
         return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
 
-class StructuredOutputs(Fields):
-    """vLLM's structured_outputs, one of: a schema, a regular expression, texts, a grammar."""
+class SamplingFields(Sampler):
+    """What chats and completions have besides: several answers, and the form in OpenAI's words."""
 
-    IGNORED = {  # noqa: RUF012
-        "disable_fallback": "there is one implementation",
-        "disable_any_whitespace": "white space is bounded",
-    }
-    REFUSED = {  # noqa: RUF012
-        "json_object": Refusal('write response_format: {"type": "json_object"}'),
-        "structural_tag": Refusal("write tools, or a grammar"),
-        "whitespace_pattern": Refusal("write a grammar"),
-        "disable_additional_properties": Refusal("write it in the schema"),
-    }
-
-    json_: Annotated[dict[str, Any] | None, Field(alias="json")] = None
-    regex: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
-    choice: Annotated[list[Prompt], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)] | None = None
-
-    @model_validator(mode="after")
-    def _one(self) -> Self:
-        given = (self.json_, self.regex, self.choice, self.grammar)
-        if sum(one is not None for one in given) != 1:
-            raise wrong("", "give one of json, regex, choice and grammar")
-        return self
-
-    @property
-    def form(self) -> Grammar:
-        """The same for the engine."""
-        if self.json_ is not None:
-            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.json_))
-        if self.regex is not None:
-            return Grammar(GrammarKind.REGEX, self.regex)
-        if self.choice is not None:
-            return Grammar(GrammarKind.CHOICE, json.dumps(self.choice))
-        return Grammar(GrammarKind.GRAMMAR, self.grammar or "")
-
-
-class SamplingFields(Fields):
-    """How tokens are chosen and answers end; the same for chats and completions.
-
-    top_k, min_p, repetition_penalty, ignore_eos, min_tokens, stop_token_ids, structured_outputs and
-    cache_salt are vLLM's, repeat_penalty and repeat_last_n llama.cpp's; timeout is HMT's, in
-    seconds.  service_tier "flex" lets all others go first.
-    """
-
-    IGNORED = IGNORED
-
-    model: str
     n: Annotated[int, Field(ge=1)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
-    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = (
-        None  # tokens come as text, as everywhere in JSON
-    )
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    cache_salt: CacheSalt | None = None
-    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
     response_format: Format | None = None
-    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -180,36 +90,23 @@ class SamplingFields(Fields):
             raise wrong("structured_outputs", "response_format says what the answer must be")
         if (self.wants_usage or self.counts_always) and not self.stream:
             raise wrong("stream_options", "only a stream has them: set stream to true")
-        penalties = (self.repetition_penalty, self.repeat_penalty)
-        if None not in penalties and penalties[0] != penalties[1]:
-            raise wrong("repeat_penalty", "repetition_penalty says otherwise; give one of them")
-        if self.penalty != 1 and self.repeat_last_n not in (None, -1):
-            raise unsupported(
-                "repeat_last_n", "the penalty is for all of prompt and answer: leave it out, or -1"
-            )
-        biases = self.logit_bias or {}
-        if len(biases) > MAX_BIASES:
-            raise wrong("logit_bias", f"it has {len(biases)} tokens; at most {MAX_BIASES} can be")
-        if not all(_TOKEN.fullmatch(token) for token in biases):
-            raise wrong("logit_bias", 'its names must be token ids, such as {"50256": -100}')
         return self
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
+    @override
     def choices(self) -> int:
-        """Answers to each prompt."""
         return 1 if self.n is None else self.n
 
     @property
+    @override
     def grammar(self) -> Grammar | None:
-        """The form that answers must have."""
-        if self.structured_outputs is not None:
-            return self.structured_outputs.form
-        return None if self.response_format is None else self.response_format.grammar
+        stated = None if self.response_format is None else self.response_format.grammar
+        return super().grammar if self.structured_outputs is not None else stated
+
+    @property
+    @override
+    def formed(self) -> str:
+        return "response_format" if self.structured_outputs is None else super().formed
 
     @property
     def wants_usage(self) -> bool:
@@ -220,29 +117,6 @@ class SamplingFields(Fields):
     def counts_always(self) -> bool:
         """Whether every event of a stream has what it has taken until now."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-    @property
-    def penalty(self) -> float:
-        """That of tokens which have occurred; 1: none."""
-        return _or(self.repetition_penalty, _or(self.repeat_penalty, 1.0))
-
-    def sampling(self, logprobs: int | None) -> Sampling:
-        """The same for the engine.  As with OpenAI, temperature is 1 where nothing is said."""
-        return Sampling(
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=max(0, _or(self.top_k, 0)),
-            min_p=_or(self.min_p, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            repetition_penalty=self.penalty,
-            seed=self.seed,
-            logprobs=logprobs,
-            logit_bias=tuple((int(t), bias) for t, bias in (self.logit_bias or {}).items()),
-        )
-
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(SamplingFields, Templated):
@@ -458,7 +332,3 @@ class DetokenizeBody(Fields):
 
     model: str | None = None
     tokens: list[TokenId]
-
-
-def _or(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value

@@ -1,0 +1,79 @@
+"""What a response answers: its input, behind all that the responses before it hold."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from hmt.server.client import CLIENT
+from hmt.server.json_shape import check_shape
+from hmt.server.responses.items import AnyItem, ItemReference, MessageItem
+from hmt.server.responses.schemas import ResponsesBody
+from hmt.server.responses.store import ResponseStore, StoredResponse
+
+_ITEMS: Final[TypeAdapter[list[AnyItem]]] = TypeAdapter(list[AnyItem])
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The items of one request, and what becomes of its response.
+
+    given   the request as it came
+    owner   whose key it came with
+    """
+
+    store: ResponseStore
+    owner: str
+    body: ResponsesBody
+    given: dict[str, Any]
+    _referred: dict[str, dict[str, Any]] = field(default_factory=dict)  # items by id
+
+    async def items(self) -> list[AnyItem]:
+        """All that the model is told.
+
+        What the server held counts as part of the body, as if it had been sent.  Raises ApiError.
+        """
+        before: list[AnyItem] = []
+        previous = self.body.previous_response_id
+        if previous is not None:
+            held = list(_items_of(self.store.before(self.owner, previous)))
+            CLIENT.get().hold(sum(map(len, held)))
+            check_shape(bytearray().join(held))
+            before = [item for part in held for item in _ITEMS.validate_json(part)]
+        asked = self.body.input
+        if isinstance(asked, str):
+            return [*before, MessageItem(role="user", content=asked)]
+        return [*before, *(self._resolved(item) for item in asked or ())]
+
+    async def keep(self, response: dict[str, Any]) -> None:
+        """Store the response where the request wants that."""
+        if not self.body.stored:
+            return
+        asked = self.given.get("input") or []
+        if isinstance(asked, str):
+            asked = [{"role": "user", "content": asked}]
+
+        def entry() -> StoredResponse:
+            items = [self._referred.get(str(item.get("id")), item) for item in asked]
+            given, whole = json.dumps(items).encode(), json.dumps(response).encode()
+            return StoredResponse(self.owner, whole, given, self.body.previous_response_id)
+
+        self.store.put(response["id"], await asyncio.to_thread(entry))
+
+    def _resolved(self, item: AnyItem) -> AnyItem:
+        if not isinstance(item, ItemReference):
+            return item
+        found = self._referred[item.id] = self.store.item(self.owner, item.id)
+        CLIENT.get().hold(len(json.dumps(found)))
+        (whole,) = _ITEMS.validate_python([found])
+        return whole
+
+
+def _items_of(entries: Iterable[StoredResponse]) -> Iterable[bytes]:
+    """The items of responses and of what was asked, each list as JSON."""
+    for entry in entries:
+        yield entry.given
+        yield json.dumps(entry.output).encode()
