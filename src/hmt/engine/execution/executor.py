@@ -20,7 +20,11 @@ from hmt.contracts.store import KVCache, Priority, Weights
 from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.prefetch import ReadAhead
 from hmt.engine.loading.device import OnDevice
-from hmt.engine.outputs.prompt_outputs import PromptOutputSink, PromptOutputSource
+from hmt.engine.outputs.prompt_outputs import (
+    HiddenObserver,
+    PromptOutputSink,
+    PromptOutputSource,
+)
 from hmt.kernels.ops import LogitStats
 
 
@@ -131,6 +135,11 @@ class Executor(ABC):
         self._places = places or DeviceStages()
         self._stages = _Stages(model, tracer)
         self._outputs = PromptOutputSink(model, weights, scored_rows)
+        self._observer: HiddenObserver | None = None
+
+    def watch(self, observer: HiddenObserver | None) -> None:
+        """Let `observer` see the hidden states of each step from now on."""
+        self._observer = observer
 
     @property
     def expert_uses(self) -> Mapping[int, Sequence[int]]:
@@ -169,6 +178,11 @@ class Executor(ABC):
         if viewer is not None and layer in viewer.layers:
             self._outputs.show_layer(step, layer, hidden, viewer)
 
+    def _end(self, step: Step, hidden: torch.Tensor) -> None:
+        """Show hidden states behind the last layer; on a device not before its last kernel."""
+        if self._observer is not None:
+            self._observer.see(step, hidden)
+
     @abstractmethod
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
         """As `run`, on the queues of the devices."""
@@ -195,9 +209,10 @@ class PlainExecutor(Executor):
         if viewer is not None:
             self._outputs.show(step, hidden, viewer)
         if len(step.logit_rows):
-            hidden = hidden[places.step(layers).logit_rows]
-            logits = self._model.head(hidden, self._weights).cpu()
+            wanted = hidden[places.step(layers).logit_rows]
+            logits = self._model.head(wanted, self._weights).cpu()
             self._stages.ended(layers)
+        self._end(step, hidden)
         return logits
 
 
@@ -233,6 +248,12 @@ class OverlappedExecutor(Executor):
         self._together: Sequence[tuple[range, FusedLayers]] = ()
         if self._places.alike:
             self._together = _together(model, weights, kv, shown_layers)
+
+    @override
+    def watch(self, observer: HiddenObserver | None) -> None:
+        super().watch(observer)
+        if self.graphs is not None:
+            self.graphs.watch(observer)
 
     @property
     @override
@@ -297,6 +318,7 @@ class OverlappedExecutor(Executor):
             wanted = hidden if rows == len(hidden) else hidden[places.step(layers).logit_rows]
             logits = self._model.head(wanted, self._weights).cpu()
             self._stages.ended(layers)
+        self._end(step, hidden)
         ahead.stage_ends(layers)
         ahead.step_ends()
         return logits

@@ -37,7 +37,7 @@ from hmt.engine.execution.graphs.captures import (
     Result,
 )
 from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentLeases
-from hmt.engine.outputs.prompt_outputs import PromptOutputSource
+from hmt.engine.outputs.prompt_outputs import HiddenObserver, PromptOutputSource
 from hmt.kernels import graph_ops, ops
 from hmt.kernels.cpu.threads import awake_workers
 from hmt.kernels.host_experts import HostExpertChannel, HostExpertTimes
@@ -49,7 +49,6 @@ from hmt.memory.device import (
     Event,
     InlineRecorder,
     SegmentRecorder,
-    host_buffer,
 )
 from hmt.weights import DeviceWeights, WeightsView
 
@@ -119,6 +118,7 @@ class GraphRunner:
         self.has_captured = False
         self._exact_batches = exact_batches
         self.served = HostExpertTimes(0, 0.0, 0.0)
+        self._observer: HiddenObserver | None = None
         self.async_steps = AsyncStepCounters()
 
     def __call__(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor | None:
@@ -148,6 +148,8 @@ class GraphRunner:
         logits, surveys = result.left, result.logit_stats
         if viewer is not None and shown is not None:
             self._show(result, viewer)
+        if self._observer is not None:
+            self._observer.see(step, logits if result.last is None else result.last)
         if surveys is None:
             logits = self._model.head(logits, self._weights)
             surveys = graph_ops.logit_stats_of(logits)
@@ -212,6 +214,12 @@ class GraphRunner:
         if self._states is not None and self._states.lags(step.segments):
             return False
         return self._channel is None or tokens <= self._channel.tokens
+
+    def watch(self, observer: HiddenObserver | None) -> None:
+        """Let `observer` see hidden states of each step; what was captured is captured anew."""
+        self._observer, self._async_step = observer, None
+        for graphs in self.graphs.values():
+            graphs.clear()
 
     @property
     def works(self) -> bool:
@@ -311,19 +319,8 @@ class GraphRunner:
         if self._channel is not None:
             self._channel.begin(len(captured.step.token_ids))
         left = self._replay(captured)
-        if len(captured.results) < 2:
-            with torch.inference_mode(False):  # a copy may end when all computing has
-                kept = torch.empty(left.shape, dtype=left.dtype, device=left.device)
-                beside = None if captured.shown is None else _beside(captured.shown)
-                found = None if captured.logit_stats is None else _beside(captured.logit_stats)
-                captured.results.append((kept, _beside(left), found, beside))
-        else:
-            captured.results.append(captured.results.pop(0))
-        kept, host, surveys, shown = captured.results[-1]
-        if surveys is not None and captured.logit_stats is not None:
-            surveys.copy_(captured.logit_stats, non_blocking=True)
-        if shown is not None and captured.shown is not None:
-            shown.copy_(captured.shown, non_blocking=True)
+        buffers = captured.next_buffers(left)
+        kept, host = buffers.kept, buffers.left
         if self._is_single:
             # 32 rows take 0.3 ms to host memory, which the next step need not wait for.
             kept.copy_(left, non_blocking=True)
@@ -333,7 +330,7 @@ class GraphRunner:
             arrived = self._device.record_event()
         if self._channel is not None:
             self._channel.serve(len(left))
-        return Result(host, surveys, shown, arrived)
+        return Result(host, buffers.logit_stats, buffers.shown, buffers.last, arrived)
 
     def _end_answers(self) -> None:
         """Wait until the CPU has answered the first step whose answers were not waited for."""
@@ -457,6 +454,8 @@ class GraphRunner:
             captured.show(states, self._model.spec.layers)
         if not self._head:
             return states
+        if self._observer is not None:
+            captured.keep_last(states)
         if captured.key.shown == ():
             captured.show(self._model.normed(states, weights))
         logits = self._model.head(states, weights)
@@ -492,8 +491,3 @@ def _room(run: Segment) -> int:
 def _next(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
     """The runs of the step that follows, if all go on."""
     return tuple(replace(run, start=run.start + 1) for run in runs)
-
-
-def _beside(tensor: torch.Tensor) -> torch.Tensor:
-    """Pinned host memory for a copy of a device's tensor."""
-    return host_buffer(tensor.shape, tensor.dtype, tensor.device)
