@@ -11,7 +11,7 @@ import torch
 from reference import MINI_DENSE, MINI_MOE
 
 import hmt
-from hmt.base.errors import ConfigError
+from hmt.base.errors import ConfigError, HMTError
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
 from hmt.engine import LoadedModel
 from hmt.engine.drift import (
@@ -120,18 +120,24 @@ def test_what_is_raised_depends_on_tokens_alone(
         assert engine.load_model(folder).infer_batch(requests) == alone
 
 
-def test_raised_tokens_are_those_of_exact_activations(model: LoadedModel, folder: Path) -> None:
-    """Over the same KV, logits have the bits of the model with float activations."""
+@pytest.mark.parametrize(
+    ("raised", "exact"),
+    [({}, {"quantization": "w4a16"}), ({"fallback_model": MINI_DENSE}, {"quantization": None})],
+    ids=["activations", "weights"],
+)
+def test_raised_tokens_are_those_of_a_more_precise_model(
+    raised: dict[str, Any], exact: dict[str, Any], folder: Path
+) -> None:
+    """Over the same KV, logits have its bits."""
     prompt, answer = strange(7, 80), strange(8, 12)
 
-    def run(model: LoadedModel, kv: int, first: int, tokens: list[int], raised: bool) -> Any:
+    def run(model: LoadedModel, kv: int, first: int, tokens: list[int], is_raised: bool) -> Any:
         rows = len(tokens)
-        segment = SegmentRequest(kv, first, tokens, rows, 96, whole=80, raised=raised)
+        segment = SegmentRequest(kv, first, tokens, rows, 96, whole=80, raised=is_raised)
         step = SchedulerOutput((segment,))
         return model._loop.call(lambda: model._core.runner.run(step).clone())
 
-    exact = {**OPTIONS, "quantization": "w4a16"}
-    with hmt.Engine(**exact) as engine, hmt.Engine(**OPTIONS) as rounded:
+    with hmt.Engine(**OPTIONS | exact) as engine, hmt.Engine(**OPTIONS | raised) as rounded:
         floats, rounding = engine.load_model(MINI_DENSE), rounded.load_model(folder)
         first, second = (
             one._loop.call(lambda one=one: one._core.scheduler.kv.open(96))
@@ -244,6 +250,37 @@ def test_without_statistics_nothing_is_read(
     statistics_beside(other).write_bytes(b"nothing")
     with hmt.Engine(**OPTIONS) as engine, pytest.raises(ConfigError, match="does not hold"):
         engine.load_model(other)
+
+
+def test_copies_in_higher_precision_stay_in_the_budget(
+    folder: Path, unwatched: LoadedModel
+) -> None:
+    asked = [request(strange(1)), request(ordinary(unwatched, 1))]
+    little = {"host_memory": "9MiB", "context": 512, "fallback_model": str(MINI_DENSE)}
+    with hmt.Engine(**OPTIONS | little) as engine:
+        model = engine.load_model(folder)
+        found = model.infer_batch(asked)
+        summary = model.summary()
+    assert found[0].raised_at == 150 and found[1] == unwatched.infer(asked[1])
+    assert summary.used_bytes["fallback slots"] > 0
+    assert sum(summary.used_bytes.values()) <= summary.budget_bytes <= 9 << 20
+    with hmt.Engine(**OPTIONS, fallback_model=MINI_DENSE) as engine:
+        assert engine.load_model(folder).infer_batch(asked) == found
+    for options, said in (
+        ({"fallback_model": MINI_MOE}, "another model"),
+        ({"fallback_model": MINI_DENSE, "gpu_id": "fake", "gpu_memory": "96MiB"}, "the CPU"),
+        ({"fallback_model": MINI_DENSE, "host_memory": "100KiB"}, "give more"),
+    ):
+        with hmt.Engine(**OPTIONS | options) as engine, pytest.raises(HMTError, match=said):
+            engine.load_model(folder)
+
+
+def test_copies_without_statistics_are_said_to_be_of_no_use(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with hmt.Engine(**OPTIONS, fallback_model=MINI_DENSE) as engine:
+        engine.load_model(MINI_DENSE)
+    assert "hmt calibrate activations" in caplog.text
 
 
 def test_distance_is_the_divergence_of_normal_distributions() -> None:

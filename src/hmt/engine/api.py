@@ -239,7 +239,8 @@ class LoadedModel:
             machine=self.prepared.machine,
             published_bytes=self.prepared.published_bytes,
             budget_bytes=self.plan.budgets[Tier.HOST]
-            + (0 if core.memory.draft is None else core.memory.draft.host_bytes),
+            + (0 if core.memory.draft is None else core.memory.draft.host_bytes)
+            + (0 if self.prepared.copies is None else self.prepared.copies.nbytes),
             used_bytes=core.memory.used_bytes(),
             resident_bytes=homes[Tier.HOST],
             streamed_bytes=homes[Tier.DISK],

@@ -1,6 +1,6 @@
 """Weights as they are multiplied for sequences that need higher precision."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -20,25 +20,29 @@ _PRECISE: WeightCache[WeightTensor] = WeightCache()
 class PreciseView:
     """Implements Weights over others: activations are not rounded, and each block is leased."""
 
-    def __init__(self, weights: Weights, copies: Weights | None = None) -> None:
+    def __init__(
+        self, weights: Weights, copies: Weights | None = None, copied: Collection[BlockId] = ()
+    ) -> None:
         """By default all blocks are those of `weights`.
 
-        copies   has blocks in higher precision, of which `lease` takes those that it can
+        copies   has the blocks `copied` in higher precision
         """
         self._weights = weights
+        self._copies, self._copied = copies, frozenset(copied)
         self.count = weights.count
         self.rows = weights.rows
 
     @contextmanager
     def lease(self, block: BlockId) -> Iterator[Params]:
         """Implements Weights."""
-        with self._weights.lease(block) as params:
+        with self._holder(block).lease(block) as params:
             yield _precise(params)
 
     @contextmanager
     def lease_each(self, blocks: Sequence[BlockId]) -> Iterator[Iterator[LeasedGroup]]:
         """Implements Weights."""
-        with self._weights.lease_each(blocks) as groups:
+        holder = self._holder(blocks[0]) if blocks else self._weights
+        with holder.lease_each(blocks) as groups:
             yield ([(block, _precise(params)) for block, params in group] for group in groups)
 
     def resident(self, blocks: Sequence[BlockId]) -> Sequence[ResidentBlock] | None:
@@ -47,7 +51,8 @@ class PreciseView:
 
     def request(self, blocks: Sequence[BlockId], priority: Priority) -> None:
         """Implements Weights."""
-        self._weights.request(blocks, priority)
+        if self._copies is None:
+            self._weights.request(blocks, priority)
 
     def request_rows(self, block: BlockId, name: str, ids: torch.Tensor) -> None:
         """Implements Weights."""
@@ -62,6 +67,9 @@ class PreciseView:
     ) -> None:
         """Implements Weights."""
         self._weights.routed(layer, hidden, experts, scales)
+
+    def _holder(self, block: BlockId) -> Weights:
+        return self._copies if self._copies is not None and block in self._copied else self._weights
 
 
 def _precise(params: Params) -> Params:

@@ -19,7 +19,12 @@ def open_watch(prepared: Prepared) -> ActivationWatch | None:
     their file is damaged.
     """
     file = statistics_beside(prepared.source.path)
-    if not rounds_activations(prepared) or not file.is_file():
+    if prepared.copies is not None and not file.is_file():
+        logger.warning(
+            "fallback_model is not used, since nothing says which requests drift: `hmt calibrate "
+            "activations %s` makes %s", prepared.source.path, file.name,
+        )  # fmt: skip
+    if not file.is_file() or not (prepared.copies or rounds_activations(prepared)):
         return None
     statistics, weights = ActivationStatistics.read(file)
     if weights != identity(prepared.source):

@@ -50,5 +50,6 @@ def open_precise_executor(
     """
     places = DeviceStages(memory.on_devices, prepared.plan.stage_devices)
     rows = scored_rows(prepared.demand, prepared.plan.max_prefill_tokens)
-    view = PreciseView(weights)
+    blocks = () if prepared.copies is None else prepared.copies.layouts.keys()
+    view = PreciseView(weights, memory.copies, blocks)
     return PlainExecutor(prepared.model, view, memory.kv, tracer, places, rows)
