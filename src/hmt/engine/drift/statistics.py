@@ -9,7 +9,7 @@ deviations of its channel from the mean.  Limits are the largest of calibration 
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,8 +26,10 @@ EVERY: Final = 8  # of so many positions the last is looked at
 BLOCK_TOKENS: Final = 64
 _ROWS: Final = BLOCK_TOKENS // EVERY
 WINDOW: Final = 4  # blocks that are judged together, at most: 64 to 256 tokens
+WINDOW_TOKENS: Final = WINDOW * BLOCK_TOKENS
 _LEAST_KL: Final = 0.02
 _LEAST_SKEW: Final = 3.0
+_LEAST_DEVIATION: Final = 1e-6
 _LEAST_VARIANCE: Final = 1e-4  # of a channel that stands still in a window: a divergence of 4.1
 
 
@@ -63,19 +65,24 @@ class ActivationStatistics:
     limits: tuple[Distance, ...]
 
     @staticmethod
-    def of(texts: Sequence[Tensor]) -> "ActivationStatistics":
+    def of(texts: Iterable[Tensor]) -> "ActivationStatistics":
         """From the rows that were looked at of each text: f32 [rows, channels].
 
-        Raises ConfigError where no text has a whole window.
+        Goes through `texts` twice.  Raises ConfigError where no text has a whole window.
         """
-        texts = [rows[: len(rows) // _ROWS * _ROWS] for rows in texts]
-        if max(map(len, texts), default=0) < WINDOW * _ROWS:
+        count, longest = 0, 0
+        total, squares = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        for rows in texts:
+            whole = rows[: len(rows) // _ROWS * _ROWS].double()
+            count, longest = count + len(whole), max(longest, len(whole))
+            total, squares = total + whole.sum(0), squares + (whole * whole).sum(0)
+        if longest < WINDOW * _ROWS:
             raise ConfigError(
-                f"no text of the calibration has {WINDOW * BLOCK_TOKENS} tokens: give longer ones"
+                f"no text of the calibration has {WINDOW_TOKENS} tokens: give longer ones"
             )
-        every = torch.cat(texts)
-        mean, deviation = every.mean(0), every.std(0).clamp_min(1e-6)
-        found = ActivationStatistics(mean, deviation, ())
+        mean = total / count
+        deviation = (squares / count - mean * mean).clamp_min(_LEAST_DEVIATION**2).sqrt()
+        found = ActivationStatistics(mean.float(), deviation.float(), ())
         seen: list[list[Distance]] = [[] for _ in range(WINDOW)]
         for blocks, one in (window for rows in texts for window in found.windows(rows)):
             seen[blocks - 1].append(one)
@@ -86,7 +93,7 @@ class ActivationStatistics:
             )
             for windows in seen
         )
-        return ActivationStatistics(mean, deviation, tuple(limits))
+        return ActivationStatistics(found.mean, found.deviation, tuple(limits))
 
     def sums(self, rows: Tensor) -> BlockSums:
         """Of a block's rows, f32 [rows, channels]."""
