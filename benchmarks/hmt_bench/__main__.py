@@ -6,6 +6,7 @@ from hmt.cli.main import guard
 from hmt_bench.commands import (
     bigger_than_ram,
     cache,
+    drift,
     gpu,
     hybrid,
     images,
@@ -30,6 +31,7 @@ app = typer.Typer(
     help=__doc__,
 )
 app.command("cache")(cache.cache)
+app.command("drift")(drift.drift)
 app.command("gpu")(gpu.gpu)
 app.command("hybrid")(hybrid.hybrid)
 app.command("images")(images.images)

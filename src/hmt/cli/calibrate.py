@@ -12,6 +12,7 @@ from hmt.cli.formatting import file_to_write
 from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
 
 if TYPE_CHECKING:
+    from hmt.engine.drift import CalibratedActivations
     from hmt.engine.loading.kv_scales import Calibrated
     from hmt.text import Tokenizer
 
@@ -68,6 +69,48 @@ def kv(
     _print(found, file)
 
 
+@app.command("activations")
+@expand
+def activations(
+    engine: EngineOptions,
+    model: ModelArgument = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Text that is like what will come, as of `hmt quantize --calibration`; builtin "
+            "when left out. May be repeated."
+        ),
+    ] = None,
+    sequences: Annotated[int, typer.Option(min=4, help="Pieces of each to read.")] = 128,
+    length: Annotated[int, typer.Option(min=256, help="Tokens of each.")] = 512,
+) -> None:
+    """Statistics by which a run sees that a request drifts, and then rounds its inputs no more."""
+    path = choose_model(model)
+    arguments = {**engine.arguments(), "context": engine.context or length}
+    with notes().status("loading") as status:
+        from hmt.engine import Engine
+        from hmt.engine.drift import calibrate_activations, statistics_beside
+        from hmt.engine.loading.kv_scales import identity
+        from hmt.quantizing import calibration_sequences
+
+        with Engine(**arguments) as made:
+            loaded = made.load_model(path)
+            texts = [
+                piece
+                for name in text or ["builtin"]
+                for piece in calibration_sequences(name, loaded.tokenizer, sequences, length)
+            ]
+            found = calibrate_activations(
+                loaded, texts, lambda done, of: status.update(f"reading {done} of {of} texts")
+            )
+            file = statistics_beside(path)
+            try:
+                found.statistics.write(file, identity(loaded.prepared.source))
+            except OSError as error:
+                raise ConfigError(f"{file} cannot be written: {os_reason(error)}") from error
+    _print_activations(found, file)
+
+
 def _texts(file: Path, tokenizer: "Tokenizer", length: int, most: int) -> Iterator[list[int]]:
     """Token ids of a file's texts, cut into pieces of `length`, `most` in all."""
     from hmt.text import documents
@@ -93,5 +136,19 @@ def _print(found: "Calibrated", file: Path) -> None:
         f"of {found.rows} rows of keys and values held out, {found.beyond} "
         f"({found.beyond / found.rows:.2%}) have numbers beyond the others': more text makes it "
         "less, and exact,int8-static+shared-parts keeps 4 bits of what is cut off",
+        soft_wrap=True,
+    )
+
+
+def _print_activations(found: "CalibratedActivations", file: Path) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{file}[/]: statistics from {found.tokens} tokens", soft_wrap=True)
+    limits = ", ".join(f"{limit.kl:.2f}" for limit in found.statistics.limits)
+    console.print(
+        f"divergence from which on a request drifts, in nats for each channel: {limits}, of 64, "
+        f"128, 192 and 256 tokens; {found.alarms} of {found.held_out} texts that were held out "
+        "would have been beyond the others'",
         soft_wrap=True,
     )

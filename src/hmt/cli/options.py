@@ -146,6 +146,13 @@ class EngineOptions:
     dtype: Annotated[
         str | None, _compute(help="Of activations: auto, bfloat16, float32, float16.")
     ] = None
+    fallback_model: Annotated[
+        Path | None,
+        _compute(
+            help="Checkpoint of the same model in higher precision: requests that leave the text "
+            "of hmt calibrate activations are computed with it."
+        ),
+    ] = None
     executor: Annotated[
         str | None,
         _compute(help="overlapped reads ahead while it computes, plain reads when it needs."),

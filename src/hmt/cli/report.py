@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hmt.engine import (
         ABResult,
         DeviceAccount,
+        DriftAccount,
         ExpertAccount,
         Phase,
         RunSummary,
@@ -49,6 +50,8 @@ def summary_view(summary: "RunSummary") -> RenderableType:
         table.add_row("predicted", _predicted(predicted))
     if summary.speculation.proposed:
         table.add_row("speculation", _speculation(summary.speculation))
+    if summary.drift is not None and summary.drift.requests:
+        table.add_row("precision", _drift(summary.drift))
     if phase.expert_prefetches or summary.expert_prefetch_gain is not None:
         table.add_row("expert prefetch", _expert_prefetch(phase, summary.expert_prefetch_gain))
     table.add_row("time", _time(phase))
@@ -138,6 +141,14 @@ def _speculation(account: "SpeculationAccount") -> str:
         f"{account.accepted} of {account.proposed} draft tokens were accepted; {account.steps} "
         f"steps with drafts gave {account.tokens / account.steps:.1f} tokens each and saved "
         f"{format_seconds(account.saved_s)}"
+    )
+
+
+def _drift(account: "DriftAccount") -> str:
+    return (
+        f"{account.requests} requests left the text of calibration (divergence up to "
+        f"{account.largest_kl:.2f}); {account.tokens} of their tokens were computed with exact "
+        "activations"
     )
 
 

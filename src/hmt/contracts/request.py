@@ -155,6 +155,8 @@ class Completion:
     score             of a beam search: the sum of the answer's log-probabilities over its length to
                       the power of the length penalty
     embedding         f32 [hidden_size], of length 1, where it was asked for
+    raised_at         position from which on tokens were computed in higher precision; None: none
+                      were
     """
 
     text: str
@@ -165,3 +167,4 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     score: float | None = None
     embedding: torch.Tensor | None = None
+    raised_at: int | None = None

@@ -88,6 +88,8 @@ class SegmentRequest(NamedTuple):
     images               tokens of the segment that stand for images
     axes                 rotary positions of its tokens, of three axes; (): one, by their places
     blocks               see Segment
+    raised               whether its tokens are computed in higher precision; such segments are the
+                         last of a step
 
     Where all tokens are drafts, even the first, which another segment of the request has as well,
     it is a branch: another draft, over a fork of the sequence.
@@ -108,6 +110,7 @@ class SegmentRequest(NamedTuple):
     images: tuple[ImageTokens, ...] = ()
     axes: tuple[tuple[int, ...], ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
+    raised: bool = False
 
     @classmethod
     def from_list(cls, fields: list[Any]) -> "SegmentRequest":

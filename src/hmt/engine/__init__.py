@@ -2,6 +2,7 @@
 
 from hmt.engine.api import LoadedModel
 from hmt.engine.config import EngineConfig
+from hmt.engine.drift.account import DriftAccount
 from hmt.engine.engine import Engine
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.loading.prepare import Prepared, prepare

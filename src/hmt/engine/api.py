@@ -201,6 +201,14 @@ class LoadedModel:
         """
         return self._loop.call(lambda: self._core.keys_and_values(tokens, see))
 
+    def hidden_rows(self, tokens: Many[int]) -> torch.Tensor:
+        """Read `tokens`, and return hidden states behind the last layer, before the final norm.
+
+        Of each `hmt.engine.drift.EVERY` positions the last: f32 [rows, channels].  Raises what
+        `logits` raises.
+        """
+        return self._loop.call(lambda: self._core.hidden_rows(tokens))
+
     def summary(self) -> RunSummary:
         """What everything since the load, or the last `reset_summary`, has cost."""
         # On the engine's thread: a step counts once its last token has been handed out.
@@ -231,7 +239,8 @@ class LoadedModel:
             machine=self.prepared.machine,
             published_bytes=self.prepared.published_bytes,
             budget_bytes=self.plan.budgets[Tier.HOST]
-            + (0 if core.memory.draft is None else core.memory.draft.host_bytes),
+            + (0 if core.memory.draft is None else core.memory.draft.host_bytes)
+            + (0 if self.prepared.copies is None else self.prepared.copies.nbytes),
             used_bytes=core.memory.used_bytes(),
             resident_bytes=homes[Tier.HOST],
             streamed_bytes=homes[Tier.DISK],
@@ -244,6 +253,7 @@ class LoadedModel:
             prefixes=core.memory.prefixes.counters() if core.memory.prefixes else None,
             predicted=self._predictor.decoding(core.accounts.decoded),
             speculation=core.speculator.account.copy(),
+            drift=core.runner.drift,
         )
 
     def _notes(self) -> tuple[str, ...]:

@@ -64,6 +64,8 @@ class EngineConfig:
     dtype                 of activations; "auto" follows the checkpoint
     activations           "auto" multiplies weights that were published in 8 bits and fewer with
                           activations rounded to int8; "exact" with activations as they are
+    fallback_model        checkpoint of the same model in higher precision, of which requests that
+                          drift are computed with; None: with the model's own weights
     executor              "overlapped" reads ahead while it computes, "plain" reads when it needs
     prefetch_distance     layers read ahead; None: learned while it runs, from the planner's choice
     max_prefill_tokens    prompt tokens per step; None: the planner's choice, by model
@@ -136,6 +138,7 @@ class EngineConfig:
     mmproj: Path | None = None
     dtype: str = "auto"
     activations: str = "auto"
+    fallback_model: Path | None = None
     executor: str = "overlapped"
     prefetch_distance: int | None = None
     max_prefill_tokens: int | None = None
@@ -208,7 +211,7 @@ class EngineConfig:
             values["gpus"] = _gpus(values["gpus"])
         if isinstance(values.get("numa"), list):
             values["numa"] = tuple(values["numa"])
-        for name in ("trace", "expert_trace", "mmproj"):
+        for name in ("trace", "expert_trace", "mmproj", "fallback_model"):
             if name in values:
                 values[name] = Path(values[name]).expanduser()
         for name in ("spill_dir", "kv_offload_dir"):

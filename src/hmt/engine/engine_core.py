@@ -57,7 +57,7 @@ class EngineCore:
         def scope(sequence: SequenceState) -> str:
             return scope_of(sequence, border, shared=config.prefix_shared)
 
-        self.runner = ModelRunner(prepared, config, memory, tracer)
+        self.runner = ModelRunner(prepared, config, memory, tracer, watched=True)
         self.speculator = open_speculator(
             prepared, config, memory, scope, tracer, self.runner.verifies, self._kv_of
         )
@@ -102,7 +102,7 @@ class EngineCore:
         """Count from zero."""
         self.accounts = StepAccounts()
         self.speculator.reset_account()
-        self.runner.meter.lap(0.0)
+        self.runner.reset_account()
 
     def advance(self) -> bool:
         """One step for all requests; False when none waits.  Never raises: requests fail instead.
@@ -186,6 +186,7 @@ class EngineCore:
             processor.state.computed += segment.length - segment.drafts
             if processor.state.computed == processor.state.prompt_tokens:
                 processor.prompt_computed()
+        self._look_for_drift(output)
         forked: list[OutputProcessor] = []
         stats = self.runner.logit_stats or (None,) * len(logits)
         rows = zip(logits, stats, strict=True)
@@ -199,16 +200,27 @@ class EngineCore:
                 continue
             processor = self._processors[segment.request]
             if processor.state.computed == processor.state.prompt_tokens:
-                keep_end = partial(self._keep_end, *own[0])
+                keep_end = partial(self._keep_end, processor.state, *own[0])
                 states = self.scheduler.fork(processor.state, keep_end)
                 forked += (others := [self._processors[state.number] for state in states])
                 for other in others:
+                    if self.runner.watch is not None:
+                        self.runner.watch.shares_prompt(processor.state, other.state)
                     other.advance(*own[0])
             processor.advance(*own[0])
             if segment.drafts:
                 self._verify(processor, [(segment, own), *branches[segment.request]])
-        self.speculator.observe(output, lambda request: self._processors[request].state)
+        self.speculator.observe(output, self._state)
+        if output.num_drafts:
+            self._look_for_drift(output)
         return forked
+
+    def _look_for_drift(self, output: SchedulerOutput) -> None:
+        if self.runner.watch is not None:
+            self.runner.watch.computed(output, self._state)
+
+    def _state(self, request: int) -> SequenceState:
+        return self._processors[request].state
 
     def _verify(self, processor: OutputProcessor, drafts: Many[_Rows]) -> None:
         """Let a request choose by the rows behind a draft's tokens while it chose these.
@@ -248,14 +260,20 @@ class EngineCore:
             processor.state.fail(reported(error))
             return False
 
-    def _keep_end(self, logits: torch.Tensor, known: LogitStats | None) -> PromptEnd:
+    def _keep_end(
+        self, leader: SequenceState, logits: torch.Tensor, known: LogitStats | None
+    ) -> PromptEnd:
         end = PromptEnd()
         self._prompt_ends[end] = logits.clone(), known
+        if self.runner.watch is not None:
+            self.runner.watch.keep_prompt(end, leader)
         return end
 
     def _begin_answer(self, sequence: SequenceState, end: PromptEnd) -> None:
         """The first token of a sequence whose prompt another has computed to the end."""
         processor = self._processors[sequence.number]
+        if self.runner.watch is not None:
+            self.runner.watch.begins_with(end, sequence)
         processor.advance(*self._prompt_ends[end])
         self._forms.add(processor)
 
@@ -281,6 +299,8 @@ class EngineCore:
         for sequence in self.scheduler.take_ended():
             sequence.image_hold = None
             self.speculator.ended(sequence)
+            if self.runner.watch is not None:
+                self.runner.watch.ended(sequence.number)
             if (processor := self._processors.pop(sequence.number, None)) is not None:
                 processor.ended()
 
@@ -317,6 +337,10 @@ class EngineCore:
     def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
         """See LoadedModel.logits."""
         return self._teacher_forcing().logits(tokens, rows, prefill)
+
+    def hidden_rows(self, tokens: Many[int]) -> torch.Tensor:
+        """See LoadedModel.hidden_rows."""
+        return self.runner.recorded(lambda: self.logits(tokens, [], len(tokens)))
 
     def keys_and_values(
         self, tokens: Many[int], see: Callable[[int, torch.Tensor, torch.Tensor], None]

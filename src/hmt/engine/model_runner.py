@@ -1,17 +1,19 @@
 """The model runner: from what the scheduler emits to logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from hmt.base.trace import Tracer
-from hmt.contracts.model import MOST_DRAFTS, Model
-from hmt.contracts.step import SchedulerOutput, Step
+from hmt.contracts.model import Model
+from hmt.contracts.step import SchedulerOutput, SegmentRequest, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
-from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExecutor, PlainExecutor
-from hmt.engine.execution.graphs.selection import captures_of
-from hmt.engine.execution.prefetch import read_ahead
+from hmt.engine.drift.account import DriftAccount
+from hmt.engine.drift.opening import open_watch, recorded
+from hmt.engine.execution.executor import Executor
+from hmt.engine.execution.opening import open_executor, open_precise_executor
 from hmt.engine.execution.step_observers import open_observers
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.experts.observers import ObservedModel
@@ -20,7 +22,6 @@ from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.step_meter import StepMeter
 from hmt.kernels.ops import LogitStats
-from hmt.planner import scored_rows
 from hmt.weights import WeightsView
 
 
@@ -31,13 +32,24 @@ class ModelRunner:
     For the engine's thread only.
 
     executor           walks the layers
+    watch              finds sequences that need higher precision; None: nobody looks
     expert_prefetcher  of experts on the disk; None where there are none
     meter              what steps cost
     """
 
     def __init__(
-        self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
+        self,
+        prepared: Prepared,
+        config: EngineConfig,
+        memory: Memory,
+        tracer: Tracer,
+        *,
+        watched: bool = False,
     ) -> None:
+        """`watched`: precision of sequences is raised where statistics tell of their drift.
+
+        Raises ConfigError where these are damaged.
+        """
         self._images = memory.images
         self._weights = memory.layer_weights(prepared.plan)
         observers, self.expert_prefetcher = open_observers(
@@ -47,7 +59,13 @@ class ModelRunner:
         weights: Weights = self._weights
         if observers:
             weights = WeightsView(self._weights, observers=observers)
-        self.executor = _open_executor(prepared, config, memory, tracer, model, weights)
+        self.executor = open_executor(prepared, config, memory, tracer, model, weights)
+        self.watch = open_watch(prepared) if watched else None
+        self._precise: Executor | None = None
+        if self.watch is not None:
+            self.executor.watch(self.watch)
+            self._precise = open_precise_executor(prepared, memory, tracer, self._weights)
+        self._logit_stats: Sequence[LogitStats | None] = ()
         self.meter = StepMeter(memory, tracer, self.expert_prefetcher)
 
     def run(
@@ -62,10 +80,43 @@ class ModelRunner:
         `kv_operations` say.  `viewer` is shown its scored and its pooled rows; `inputs` are
         those of a Step.  Raises what `Executor.run` raises; then `abandon` ends what it left open.
         """
+        raised = [segment for segment in output.segments if segment.raised]
+        if not raised:
+            logits = self._run(self.executor, output, viewer, inputs)
+            self._logit_stats = self.executor.surveys
+            return logits
+        return self._run_both(output, raised, viewer)
+
+    def _run(
+        self,
+        executor: Executor,
+        output: SchedulerOutput,
+        viewer: PromptOutputSource | None,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         step = Step.build(output.segments, output.logit_rows, inputs)
         if self._images is not None:
             step = self._images.fill(step, output)
-        return self.executor.run(step, viewer)
+        return executor.run(step, viewer)
+
+    def _run_both(
+        self,
+        output: SchedulerOutput,
+        raised: Sequence[SegmentRequest],
+        viewer: PromptOutputSource | None,
+    ) -> torch.Tensor:
+        """`run` where the last segments are `raised`: first the others, as if these were alone."""
+        assert self._precise is not None and self.watch is not None and output.logit_rows is None
+        self.watch.account.tokens += sum(segment.length for segment in raised)
+        self._logit_stats = ()
+        others, parts = output.segments[: -len(raised)], list[torch.Tensor]()
+        if others:
+            parts.append(self._run(self.executor, replace(output, segments=others), viewer))
+            self._logit_stats = self.executor.surveys
+        parts.append(self._run(self._precise, replace(output, segments=tuple(raised)), viewer))
+        if self._logit_stats:
+            self._logit_stats = *self._logit_stats, *[None] * len(parts[-1])
+        return torch.cat(parts)
 
     def encode_images(self, output: SchedulerOutput) -> dict[int, Exception]:
         """Encode images of a step before it is run.  By request, why its images cannot be."""
@@ -75,9 +126,27 @@ class ModelRunner:
         return failed
 
     @property
-    def logit_stats(self) -> Sequence[LogitStats]:
-        """What is known of each row of the last logits; empty where none was computed."""
-        return self.executor.surveys
+    def logit_stats(self) -> Sequence[LogitStats | None]:
+        """What is known of each row of the last logits; empty where nothing is."""
+        return self._logit_stats
+
+    def recorded(self, run: Callable[[], object]) -> torch.Tensor:
+        """Rows of hidden states that a watch would see of steps that `run` computes.
+
+        f32 [rows, channels]
+        """
+        return recorded(self.executor, run, self.watch)
+
+    @property
+    def drift(self) -> DriftAccount | None:
+        """Which sequences were computed in higher precision; None: nobody looks for them."""
+        return None if self.watch is None else replace(self.watch.account)
+
+    def reset_account(self) -> None:
+        """Count from zero."""
+        self.meter.lap(0.0)
+        if self.watch is not None:
+            self.watch.account = DriftAccount()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -107,28 +176,3 @@ class ModelRunner:
         seconds = self.executor.replayed_s(times)
         self.meter.lap(0.0)  # what it has copied belongs to no step
         return seconds
-
-
-def _open_executor(
-    prepared: Prepared,
-    config: EngineConfig,
-    memory: Memory,
-    tracer: Tracer,
-    model: Model,
-    weights: Weights,
-) -> Executor:
-    plan, kv = prepared.plan, memory.kv
-    places = DeviceStages(memory.on_devices, plan.stage_devices)
-    rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
-    if config.executor == "plain":
-        view = WeightsView(weights, prefetch=False)
-        return PlainExecutor(model, view, kv, tracer, places, rows)
-    ahead = read_ahead(
-        prepared.model, plan, prepared.layouts, memory.weights,
-        config.prefetch_distance, prepared.machine.disk_read_rate,
-    )  # fmt: skip
-    tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
-    graphs = captures_of(model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts)
-    inputs = None if memory.draft is None else memory.draft.inputs
-    layers = () if inputs is None else inputs.layers
-    return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows, layers)

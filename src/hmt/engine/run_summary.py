@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from hmt.base.units import format_rate
 from hmt.contracts.kv import KVAccount
 from hmt.contracts.machine import Machine
+from hmt.engine.drift.account import DriftAccount
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.prediction_report import StepPrediction
 from hmt.engine.speculation.account import SpeculationAccount
@@ -232,6 +233,7 @@ class RunSummary:
     kv                    a KV cache over several tiers; None where all lies where layers compute
     predicted             what the plan predicted of the steps that were computed
     speculation           what guesses of next tokens gave
+    drift                 requests whose activations left those of calibration; None: nobody looked
     """
 
     prompt: Phase
@@ -251,6 +253,7 @@ class RunSummary:
     prefixes: dict[str, int] | None = None
     predicted: StepPrediction | None = None
     speculation: SpeculationAccount = field(default_factory=SpeculationAccount)
+    drift: DriftAccount | None = None
 
     @property
     def bottleneck(self) -> Bottleneck | None:

@@ -73,6 +73,7 @@ class TokenStream(Iterator[TokenEvent]):
             logprobs=tuple(event.logprob for event in events if event.logprob is not None),
             prompt_logprobs=self._prompt.logprobs,
             embedding=self._prompt.embedding,
+            raised_at=self._sequence.raised_at if self._sequence.was_raised else None,
         )
 
     def __del__(self) -> None:
@@ -106,6 +107,11 @@ class RequestHandle:
         None until it runs, and where the prefix cache was not asked.
         """
         return self._sequence.diverged_at
+
+    @property
+    def raised_at(self) -> int | None:
+        """Position from which on its tokens were computed in higher precision; None: none were."""
+        return self._sequence.raised_at if self._sequence.was_raised else None
 
     @property
     def submitted_s(self) -> float:

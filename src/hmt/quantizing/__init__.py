@@ -1,4 +1,5 @@
 """Quantising a model that is larger than memory: block by block, calibrated, resumable."""
 
+from hmt.quantizing.calibration_text import calibration_sequences
 from hmt.quantizing.driver import Quantized, quantize
 from hmt.quantizing.options import QuantizeOptions, target_named

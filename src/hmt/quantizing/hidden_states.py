@@ -49,6 +49,21 @@ class HiddenStates:
         """Steps of a layer over all sequences."""
         return len(self._batches)
 
+    def of_sequence(self, layer: int, first: int, count: int) -> Tensor:
+        """`count` rows of what goes into `layer`, from row `first` on: f32 [count, width].
+
+        Rows of all sequences lie one behind the other.
+        """
+        file = self.file(layer)
+        try:
+            with file.open("rb", buffering=0) as opened:
+                width = file.stat().st_size // self.tokens // 4
+                rows = torch.empty(count, width)
+                read_at(opened.fileno(), bytes_of(rows), 4 * first * width)
+                return rows
+        except OSError as error:
+            raise DiskReadError(f"{file} cannot be read: {os_reason(error)}") from error
+
     def embed(self, weights: Weights) -> None:
         """Make what goes into the first layer.  Raises DiskWriteError."""
 

@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from hmt.contracts.blocks import TRUNK
 from hmt.contracts.plan import Tier
+from hmt.engine.drift import STATISTICS
 from hmt.memory import Ledger
+from hmt.quantizing.activation_statistics import write_statistics
 from hmt.quantizing.finishing import copied_files, finish
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.hidden_states import HiddenStates
@@ -63,10 +65,14 @@ class LayerRun:
                 before = self._done
                 self._layer(number, work)
                 self._advance_to(before + self._work_of(work, number))
-        return finish(
+        report = finish(
             self._folder, job.checkpoint, job.works, job.section, copied_files(job.checkpoint),
             job.options, job.tokens,
         )  # fmt: skip
+        if job.sequences:
+            layers = job.model.spec.layers
+            write_statistics(self._folder.model, self._hidden, job.sequences, layers)
+        return report
 
     def _advance_to(self, done: int) -> None:
         self._done = done
@@ -85,11 +91,12 @@ class LayerRun:
             self._outputs(work, shard)
 
     def _wants_outputs(self, number: int, work: LayerWork) -> bool:
-        """Whether the next layer is still to be quantised, and what goes into it is not there."""
-        if work.index + 1 == self._job.model.spec.layers:
+        """Whether what goes into the next layer is missing, and is still to be looked at."""
+        if self._hidden.file(work.index + 1).exists():
             return False
-        behind = self._folder.model / self._shard_name(number + 1)
-        return not behind.exists() and not self._hidden.file(work.index + 1).exists()
+        if work.index + 1 == self._job.model.spec.layers:  # statistics are made of it
+            return not (self._folder.model / STATISTICS).exists()
+        return not (self._folder.model / self._shard_name(number + 1)).exists()
 
     def _shard_name(self, number: int) -> str:
         return f"model-{number + 1:05}-of-{len(self._job.works):05}.safetensors"

@@ -179,6 +179,16 @@ def _work(summary: RunSummary) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "hmt_speculation_saved_seconds", "Time that drafts saved", value=drafts.saved_s
     )
+    if (drift := summary.drift) is not None:
+        yield CounterMetricFamily(
+            "hmt_drifted_requests", "Answers that went on in higher precision", value=drift.requests
+        )
+        yield CounterMetricFamily(
+            "hmt_raised_tokens", "Tokens computed in higher precision", value=drift.tokens
+        )
+        yield CounterMetricFamily(
+            "hmt_drift_windows", "Windows compared with calibration", value=drift.windows
+        )
     leases = {
         result: sum(getattr(phase, result) for phase in phases.values())
         for result in ("hits", "pending", "misses")

@@ -245,6 +245,11 @@ class Generation:
         return told
 
     @property
+    def is_raised(self) -> bool:
+        """Whether tokens of any answer were computed in higher precision."""
+        return any(choice.ticket.raised_at is not None for choice in self.choices)
+
+    @property
     def completion_tokens(self) -> int:
         """Of all answers, until now."""
         return sum(course.tokens for course in self.choices)
@@ -267,6 +272,8 @@ class Generation:
         self._drop_unread()
         if self.prompts:
             self._state["prompt"] = self.reuse
+        if self.is_raised:
+            self._state["precision"] = "raised"
         for course in self.choices:
             self.observer.ended(course)
 

@@ -63,7 +63,10 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                told = MutableHeaders(scope=message)
+                told["x-request-id"] = request_id
+                if precision := scope["state"].get("precision"):
+                    told["x-hmt-precision"] = precision
             await send(message)
 
         held = _Held()

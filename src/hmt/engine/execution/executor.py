@@ -21,7 +21,11 @@ from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
 from hmt.engine.execution.prefetch import ReadAhead
 from hmt.engine.loading.device import OnDevice
-from hmt.engine.outputs.prompt_outputs import PromptOutputSink, PromptOutputSource
+from hmt.engine.outputs.prompt_outputs import (
+    HiddenObserver,
+    PromptOutputSink,
+    PromptOutputSource,
+)
 from hmt.kernels.ops import LogitStats
 
 
@@ -145,6 +149,11 @@ class Executor(ABC):
         self._places = places or DeviceStages()
         self._stages = _Stages(model, tracer)
         self._outputs = PromptOutputSink(model, weights, scored_rows)
+        self._observer: HiddenObserver | None = None
+
+    def watch(self, observer: HiddenObserver | None) -> None:
+        """Let `observer` see the hidden states of each step from now on."""
+        self._observer = observer
 
     @property
     def expert_uses(self) -> Mapping[int, Sequence[int]]:
@@ -183,6 +192,11 @@ class Executor(ABC):
         if viewer is not None and layer in viewer.layers:
             self._outputs.show_layer(step, layer, hidden, viewer)
 
+    def _end(self, step: Step, hidden: torch.Tensor) -> None:
+        """Show hidden states behind the last layer; on a device not before its last kernel."""
+        if self._observer is not None:
+            self._observer.see(step, hidden)
+
     @abstractmethod
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
         """As `run`, on the queues of the devices."""
@@ -211,10 +225,11 @@ class PlainExecutor(Executor):
             with places.at(layers):
                 self._outputs.show(step, hidden, viewer)
         if len(step.logit_rows):
-            hidden = hidden[places.step(layers).logit_rows]
+            wanted = hidden[places.step(layers).logit_rows]
             with places.at(layers):
-                logits = self._model.head(hidden, self._weights).cpu()
+                logits = self._model.head(wanted, self._weights).cpu()
             self._stages.ended(layers)
+        self._end(step, hidden)
         return logits
 
 
@@ -250,6 +265,12 @@ class OverlappedExecutor(Executor):
         self._together: Sequence[tuple[range, FusedLayers]] = ()
         if self._places.alike:
             self._together = _together(model, weights, kv, shown_layers)
+
+    @override
+    def watch(self, observer: HiddenObserver | None) -> None:
+        super().watch(observer)
+        if self.graphs is not None:
+            self.graphs.watch(observer)
 
     @property
     @override
@@ -317,6 +338,7 @@ class OverlappedExecutor(Executor):
             with places.at(layers):
                 logits = self._model.head(wanted, self._weights).cpu()
             self._stages.ended(layers)
+        self._end(step, hidden)
         ahead.stage_ends(layers)
         ahead.step_ends()
         return logits

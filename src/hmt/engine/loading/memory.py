@@ -32,6 +32,7 @@ class Memory:
     prefixes: PrefixCache | None = None
     draft: "LoadedDraft | None" = None
     images: ImageStore | None = None
+    copies: WeightStore | None = None
 
     @property
     def on_device(self) -> OnDevice | None:

@@ -13,6 +13,7 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.copies import Copies, find_copies
 from hmt.engine.loading.demand import (
     demand_of,
     demand_without_journal,
@@ -38,6 +39,7 @@ class Prepared:
     """A checkpoint or pack that was opened, checked and planned for; no weight has been loaded.
 
     headless   it has no output layer, and can be asked for embeddings only
+    copies     blocks in higher precision, for which the plan leaves room; None: there are none
     """
 
     source: Source
@@ -48,6 +50,7 @@ class Prepared:
     machine: Machine
     plan: Plan
     headless: bool = False
+    copies: Copies | None = None
 
     def check_head(self, *, needed: bool) -> None:
         """Raise RequestError where an output layer is needed and there is none."""
@@ -118,7 +121,21 @@ def prepare(
     Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source, model = open_parts(path, config, on_gpu=is_gpu(devices))
-    return prepare_model(source, model, config, host_bytes, devices, device_bytes)
+    if config.fallback_model is None:
+        return prepare_model(source, model, config, host_bytes, devices, device_bytes)
+    if device_bytes:
+        raise ConfigError(
+            "fallback_model is for models that the CPU computes: leave it out, or the GPU; without "
+            "it, requests that drift are computed with the model's own weights"
+        )
+    copies = find_copies(config.fallback_model, model.spec, model.dtype)
+    left = (config.host_memory_bytes if host_bytes is None else host_bytes) - copies.nbytes
+    if left <= 0:
+        raise BudgetError(
+            f"blocks of fallback_model={copies.path} need {format_bytes(copies.nbytes)} of host "
+            "memory, which is all there is: give more, or leave it out"
+        )
+    return replace(prepare_model(source, model, config, left), copies=copies)
 
 
 def open_parts(path: Path, config: EngineConfig, *, on_gpu: bool) -> tuple[Source, Model]:

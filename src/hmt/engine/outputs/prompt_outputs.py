@@ -33,6 +33,17 @@ class PromptOutputSource(Protocol):
         raise AssertionError("hidden states of layers were not asked for")
 
 
+class HiddenObserver(Protocol):
+    """Who looks at hidden states of all steps."""
+
+    def see(self, step: Step, hidden: torch.Tensor) -> None:
+        """Those behind the last layer: [tokens, ...], valid during the call; it must not raise.
+
+        The tensors of `step` are in host memory.
+        """
+        ...
+
+
 class PromptOutputSink:
     """Shows rows that nobody keeps, as many at a time as there is room for."""
 

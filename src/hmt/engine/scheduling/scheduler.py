@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 
 from hmt.base.errors import ContextLengthError, DeadlineError, HMTError, RequestError
 from hmt.contracts.model import PAGE_TOKENS, RotaryBorder
@@ -159,7 +160,7 @@ class Scheduler:
         reading = [one for one in running if one.computed < one.prefill_tokens]
         interval = checkpoint_interval(self._chunk) if self._checkpoints else 0
         shares = prefill_shares(reading, self._chunk, interval)
-        counts = {sequence.number: n for sequence, n in zip(reading, shares, strict=True)}
+        counts = {one.number: one.alike(n) for one, n in zip(reading, shares, strict=True)}
         segments = [
             self._segment(sequence, count, () if reading else self._drafts(sequence, len(running)))
             for sequence in running
@@ -168,8 +169,8 @@ class Scheduler:
         if not segments:
             return None
         self._batches[len(segments)] += 1
-        segments = self.branches.with_branches(segments)
-        return SchedulerOutput(tuple(segments), sum(shares), self.kv.take())
+        segments = self.branches.with_branches(sorted(segments, key=attrgetter("raised")))
+        return SchedulerOutput(tuple(segments), sum(counts.values()), self.kv.take())
 
     def _drafts(self, sequence: SequenceState, sequences: int) -> tuple[int, ...]:
         """Draft tokens of a sequence that decodes, for which it has places already."""
@@ -178,6 +179,8 @@ class Scheduler:
         border = self._border
         if border is not None and not border.gradual and sequence.whole <= border.positions:
             room = min(room, border.positions)  # what is behind it is computed again
+        if sequence.raised_at is not None:  # behind it nothing is drafted
+            room = min(room, sequence.raised_at)
         return self._draft(sequence, room - end, sequences) if room > end else ()
 
     def _segment(
@@ -205,6 +208,7 @@ class Scheduler:
             images=sequence.image_tokens(first, last),
             axes=sequence.axes_of(first, last + len(drafts)),
             blocks=sequence.blocks_in(first, last),
+            raised=sequence.is_raised,
         )
 
     def take_back(self, sequence: SequenceState) -> None:

@@ -57,6 +57,7 @@ class SequenceState:
     axes_shift        what is added to the place of a later token for its positions
     blocks            (first, behind the last) tokens of the prompt that see each other: one step
                       computes those that are not computed
+    raised_at         position from which on tokens are computed in higher precision; None: none is
     deadline_s        time.monotonic() at which it fails if it has not ended; None: never
     """
 
@@ -91,6 +92,7 @@ class SequenceState:
     image_hold: object = None
     axes: tuple[tuple[int, ...], ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
+    raised_at: int | None = None
 
     def __post_init__(self) -> None:
         self.prefill_tokens = self.whole = self.prompt_tokens
@@ -106,6 +108,22 @@ class SequenceState:
     def stays(self) -> bool:
         """Whether it has given way often enough."""
         return self.preemptions >= _MAX_PREEMPTIONS
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether its next token is computed in higher precision."""
+        return self.raised_at is not None and self.computed >= self.raised_at
+
+    @property
+    def was_raised(self) -> bool:
+        """Whether some of its tokens were computed in higher precision."""
+        return self.raised_at is not None and self.computed > self.raised_at
+
+    def alike(self, count: int) -> int:
+        """Of the next `count` tokens, the first that are computed in one precision."""
+        if self.raised_at is None or self.is_raised:
+            return count
+        return min(count, self.raised_at - self.computed)
 
     @property
     def answered(self) -> int:
@@ -162,11 +180,13 @@ class SequenceState:
     def content(self, count: int) -> list[int]:
         """What the KV of the first `count` tokens depends on: equal where that is.
 
-        For tokens that stand for images, negative numbers of 62 bits, made of the image.
+        Those from `raised_at` on are left out, since theirs depends on more.  For tokens that stand
+        for images, negative numbers of 62 bits, made of the image.
         """
-        if not self.images:
-            return self.tokens[:count]
+        count = count if self.raised_at is None else min(count, self.raised_at)
         content = self.tokens[:count]
+        if not self.images:
+            return content
         for key, row, offset, rows in self.images:
             begin = int(key[:15], 16) << 2
             for number in range(max(0, min(rows, count - offset))):

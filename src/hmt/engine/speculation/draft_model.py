@@ -125,7 +125,7 @@ class DraftModel:
                 self._runner.abandon()
                 raise
             held.tokens += part
-        stats = self._runner.logit_stats
+        stats = self._runner.executor.surveys
         return Prediction(logits[-1], stats[-1] if stats else ops.logit_stats(logits[-1]), last.row)
 
     def append(self, number: int, states: Tensor) -> bool:

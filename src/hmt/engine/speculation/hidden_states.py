@@ -43,6 +43,7 @@ class HiddenStates(PromptOutputSource):
         self._joined.append(hidden.float())
         if len(self._joined) == len(self.layers):
             self._parts.append(torch.cat(self._joined, dim=1))
+            self._joined = []  # segments in higher precision come in a second pass
 
     def by_segment(self, output: SchedulerOutput) -> Iterator[tuple[SegmentRequest, Tensor]]:
         """Each segment with its rows f32 [tokens, ...]; nothing where the step showed none.

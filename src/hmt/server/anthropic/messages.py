@@ -190,10 +190,15 @@ def _end(last: TokenEvent, *, called: bool) -> dict[str, str | None]:
     return {"stop_reason": "tool_use" if called else "end_turn", "stop_sequence": None}
 
 
-def _usage(generation: Generation) -> dict[str, int]:
-    """What an answer took until now; `diverged_at`, which is ours, once its prompt has begun."""
+def _usage(generation: Generation) -> dict[str, Any]:
+    """What an answer took until now.
+
+    `diverged_at` and `precision` are ours, the first once its prompt has begun.
+    """
     held, diverged_at = generation.held_tokens, generation.diverged_at
-    told = {} if diverged_at is None else {"diverged_at": diverged_at}
+    told: dict[str, Any] = {} if diverged_at is None else {"diverged_at": diverged_at}
+    if generation.is_raised:
+        told["precision"] = "raised"
     return {
         "input_tokens": generation.prompt_tokens - held,
         "cache_read_input_tokens": held,

@@ -97,12 +97,13 @@ def usage(generation: Generation) -> dict[str, Any]:
     details = {"cached_tokens": generation.held_tokens}
     if generation.diverged_at is not None:
         details["diverged_at"] = generation.diverged_at
-    return {
+    counted: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": details,
     }
+    return counted | ({"precision": "raised"} if generation.is_raised else {})
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:

@@ -44,12 +44,25 @@ class Result:
                  the CPU's: hidden states [tokens, hidden_size], and None
     shown        hidden states f32 [tokens, width] that were asked for; None: none were, or `left`
                  tells
+    last         [tokens, ...] behind the last layer; None: nobody observes them, or `left` tells
     """
 
     left: torch.Tensor
     logit_stats: torch.Tensor | None
     shown: torch.Tensor | None
+    last: torch.Tensor | None
     arrived: Event
+
+
+@dataclass(slots=True)
+class ResultBuffers:
+    """Memory for what a replay leaves: `kept` of that on the device, all else in host memory."""
+
+    kept: torch.Tensor
+    left: torch.Tensor
+    logit_stats: torch.Tensor | None
+    shown: torch.Tensor | None
+    last: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -68,9 +81,10 @@ class CapturedGraph:
     recorded     its segments, once it is captured
     shown        f32 [tokens, width] on the device: hidden states that are asked for; None: see
                  Result
+    last         [tokens, width] on the device: hidden states behind the last layer, where these
+                 are observed and are not what a replay leaves
     rooms        up to which position each of `runs` knows its pages
-    results      two, used alternately: of what it leaves on the device, and in host memory: of
-                 that, of logit_stats and of `shown`
+    results      two, used alternately: of what it leaves
     """
 
     key: GraphKey
@@ -83,14 +97,43 @@ class CapturedGraph:
     logit_stats: torch.Tensor | None = None
     shown: torch.Tensor | None = None
     rooms: list[int] = field(default_factory=list)
-    results: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = (
-        field(default_factory=list)
-    )
+    last: torch.Tensor | None = None
+    results: list[ResultBuffers] = field(default_factory=list)
 
     @property
     def sequences(self) -> int:
         """See GraphKey.verified."""
         return self.key.verified
+
+    def next_buffers(self, left: torch.Tensor) -> ResultBuffers:
+        """For what a replay leaves, which the next replay does not take: copies are begun.
+
+        `left` itself is for the caller to copy.
+        """
+        if len(self.results) < 2:
+            with torch.inference_mode(False):  # a copy may end when all computing has
+                kept = torch.empty(left.shape, dtype=left.dtype, device=left.device)
+                beside = (_beside(one) for one in (self.logit_stats, self.shown, self.last))
+                host = host_buffer(left.shape, left.dtype, left.device)
+                self.results.append(ResultBuffers(kept, host, *beside))
+        else:
+            self.results.append(self.results.pop(0))
+        buffers = self.results[-1]
+        for there, here in (
+            (self.logit_stats, buffers.logit_stats),
+            (self.shown, buffers.shown),
+            (self.last, buffers.last),
+        ):
+            if there is not None and here is not None:
+                here.copy_(there, non_blocking=True)
+        return buffers
+
+    def keep_last(self, states: torch.Tensor) -> None:
+        """Copy hidden states behind the last layer, for an observer."""
+        if self.last is None:
+            with torch.inference_mode(False):
+                self.last = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+        self.last.copy_(states)
 
     def show(self, states: torch.Tensor, layer: int | None = None) -> None:
         """Copy hidden states [tokens, width] that are asked for.
@@ -104,20 +147,6 @@ class CapturedGraph:
                 self.shown = torch.empty(shape, device=states.device)
         first = layers.index(layer) * states.shape[1]
         self.shown[:, first : first + states.shape[1]].copy_(states)
-
-    def next_results(
-        self, left: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Of `results` those for what a replay has `left`, which becomes the last."""
-        if len(self.results) < 2:
-            with torch.inference_mode(False):  # a copy may end when all computing has
-                kept = torch.empty(left.shape, dtype=left.dtype, device=left.device)
-                shown = None if self.shown is None else beside(self.shown)
-                found = None if self.logit_stats is None else beside(self.logit_stats)
-                self.results.append((kept, beside(left), found, shown))
-        else:
-            self.results.append(self.results.pop(0))
-        return self.results[-1]
 
 
 @dataclass(slots=True)
@@ -175,6 +204,6 @@ def token_runs(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
     )
 
 
-def beside(tensor: torch.Tensor) -> torch.Tensor:
+def _beside(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Pinned host memory for a copy of a device's tensor."""
-    return host_buffer(tensor.shape, tensor.dtype, tensor.device)
+    return None if tensor is None else host_buffer(tensor.shape, tensor.dtype, tensor.device)

@@ -40,7 +40,7 @@ from hmt.engine.execution.graphs.captures import (
     token_runs,
 )
 from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentLeases
-from hmt.engine.outputs.prompt_outputs import PromptOutputSource
+from hmt.engine.outputs.prompt_outputs import HiddenObserver, PromptOutputSource
 from hmt.kernels import graph_ops, ops
 from hmt.kernels.cpu.threads import awake_workers
 from hmt.kernels.host_experts import HostExpertChannel, HostExpertTimes
@@ -126,6 +126,7 @@ class GraphRunner:
         self.has_captured = False
         self._exact_batches = exact_batches
         self.served = HostExpertTimes(0, 0.0, 0.0)
+        self._observer: HiddenObserver | None = None
         self.async_steps = AsyncStepCounters()
 
     def __call__(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor | None:
@@ -155,6 +156,8 @@ class GraphRunner:
         logits, surveys = result.left, result.logit_stats
         if viewer is not None and shown is not None:
             self._show(result, viewer)
+        if self._observer is not None:
+            self._observer.see(step, logits if result.last is None else result.last)
         if surveys is None:
             logits = self._model.head(logits, self._weights)
             surveys = graph_ops.logit_stats_of(logits)
@@ -233,6 +236,12 @@ class GraphRunner:
         if self._states is not None and self._states.lags(step.segments):
             return False
         return self._channel is None or tokens <= self._channel.tokens
+
+    def watch(self, observer: HiddenObserver | None) -> None:
+        """Let `observer` see hidden states of each step; what was captured is captured anew."""
+        self._observer, self._async_step = observer, None
+        for graphs in self.graphs.values():
+            graphs.clear()
 
     @property
     def works(self) -> bool:
@@ -330,11 +339,8 @@ class GraphRunner:
     def _start(self, captured: CapturedGraph) -> Result:
         """Put the step on the device's queue."""
         left = self._put_on_queue(captured)
-        kept, host, surveys, shown = captured.next_results(left)
-        if surveys is not None and captured.logit_stats is not None:
-            surveys.copy_(captured.logit_stats, non_blocking=True)
-        if shown is not None and captured.shown is not None:
-            shown.copy_(captured.shown, non_blocking=True)
+        buffers = captured.next_buffers(left)
+        kept, host = buffers.kept, buffers.left
         if self._is_single:
             # 32 rows take 0.3 ms to host memory, which the next step need not wait for.
             kept.copy_(left, non_blocking=True)
@@ -342,7 +348,7 @@ class GraphRunner:
         else:
             host.copy_(left, non_blocking=True)
             arrived = self._device.record_event()
-        return Result(host, surveys, shown, arrived)
+        return Result(host, buffers.logit_stats, buffers.shown, buffers.last, arrived)
 
     def _put_on_queue(self, captured: CapturedGraph) -> torch.Tensor:
         if self._channel is None:
@@ -473,6 +479,8 @@ class GraphRunner:
             captured.show(states, self._layers.stop)
         if not self._head:
             return states
+        if self._observer is not None:
+            captured.keep_last(states)
         if captured.key.shown == ():
             captured.show(self._model.normed(states, weights))
         logits = self._model.head(states, weights)

@@ -13,7 +13,7 @@ from hmt.contracts.model import Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import Weights
 from hmt.engine.execution.graphs.runner import GraphRunner
-from hmt.engine.outputs.prompt_outputs import PromptOutputSource
+from hmt.engine.outputs.prompt_outputs import HiddenObserver, PromptOutputSource
 from hmt.kernels.ops import LogitStats
 from hmt.memory.device import Device
 
@@ -91,6 +91,10 @@ class SplitGraphRunner:
                 f"a step could not be captured ({self.failure}) when layers on another GPU had "
                 "changed recurrent state: ask again, steps are not captured any more"
             )
+
+    def watch(self, observer: HiddenObserver | None) -> None:
+        """See GraphRunner."""
+        self._last.watch(observer)
 
     def verifies(self, sequences: int) -> bool:
         """See GraphRunner."""
