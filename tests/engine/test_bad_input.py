@@ -29,7 +29,7 @@ from hmt.base.errors import (
 )
 from hmt.contracts.request import FinishReason
 from hmt.engine import LoadedModel
-from hmt.engine.loading import prepare
+from hmt.engine.loading import planning
 
 CHAT = [{"role": "user", "content": "What is 12 + 30?"}]
 
@@ -122,7 +122,7 @@ def test_a_budget_too_small_names_one_that_works(folder: Path) -> None:
 def test_a_plan_that_the_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A generous budget is fine as long as the plan does not use what is not there."""
     assert load_and_answer(MINI_DENSE, host_memory="900TiB", context=512) == "42"
-    monkeypatch.setattr(prepare, "physical_host_bytes", lambda: 10 << 20)
+    monkeypatch.setattr(planning, "physical_host_bytes", lambda: 10 << 20)
     with pytest.raises(BudgetError, match=r"can have 10\.0 MiB at most"):
         load_and_answer(MINI_DENSE, host_memory="64MiB", context=512)
 

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 from hmt.base import flags
 from hmt.base.errors import Cancelled
@@ -13,13 +13,12 @@ from hmt.engine.engine_thread import EngineThread
 from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.images import open_images
 from hmt.engine.loading.copies_store import open_copies
-from hmt.engine.loading.device import OnDevice, load_on_device
+from hmt.engine.loading.device import load_on_devices
 from hmt.engine.loading.disk import spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
 from hmt.engine.loading.memory import LoadedDraft, Memory
 from hmt.engine.loading.prefix_cache import open_prefixes
 from hmt.engine.loading.prepare import Prepared, PreparedDraft
-from hmt.hardware.machine import remembered
 from hmt.memory import Account, HostPool, Ledger, keep_freed_activations
 from hmt.memory.device import Device
 from hmt.weights import WeightStore, open_policy
@@ -56,7 +55,7 @@ def allocate(
         spill = spill_file(prepared, config)
         if spill is not None:
             stack.callback(spill.close)
-        queue = transfer_queue(config, tracer, remembered(prepared.source.path).disk)
+        queue = transfer_queue(config, tracer, prepared.source.path)
         weights = WeightStore(
             prepared.layouts,
             plan.blocks_in(Tier.HOST),
@@ -74,14 +73,10 @@ def allocate(
         )
         stack.callback(weights.close)
         weights.load_residents(progress)
-        on_devices: tuple[OnDevice, ...] = ()
-        for share in (share for share in plan.devices if share.stages):  # a search may find none
-            pinned = on_devices[0].host_is_pinned if on_devices else None
-            there = load_on_device(
-                devices[share.index], plan, share, model, prepared.layouts, weights,
-                pools["resident"], ledger, stack, progress, pinned,
-            )  # fmt: skip
-            on_devices += (there,)
+        on_devices = load_on_devices(
+            devices, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
+            progress,
+        )  # fmt: skip
         drafts = prepared.demand.draft_tokens
         kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack, drafts)
         prefixes = open_prefixes(model, prepared.source, config, kv, pools["prefixes"], stack)
@@ -96,10 +91,9 @@ def allocate(
             copies, more = open_copies(prepared.copies, config, ledger, tracer, stack)
             listed += more
         trace = None
-        if config.expert_trace is not None:
+        if (path := config.expert_trace) is not None:
             name, blocks = prepared.source.path.name, prepared.demand.blocks
-            trace = open_trace(config.expert_trace, name, model.spec, blocks)
-            stack.callback(trace.close)
+            trace = stack.enter_context(closing(open_trace(path, name, model.spec, blocks)))
         return Memory(
             weights=weights,
             kv=kv,

@@ -10,9 +10,11 @@ from typing import Final
 
 import torch
 
-from hmt.base.errors import ConfigError
+from hmt.base.errors import BudgetError, ConfigError
+from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId, BlockKind
-from hmt.contracts.model import ModelSpec
+from hmt.contracts.model import Model, ModelSpec
+from hmt.engine.config import EngineConfig
 from hmt.engine.loading.source import open_source
 from hmt.models import open_model
 from hmt.weights import BlockLayout
@@ -39,6 +41,32 @@ class Copies:
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return sum(self.sizes.values())
+
+
+def copies_within(
+    config: EngineConfig, model: Model, host_bytes: int | None, *, on_cpu: bool
+) -> tuple[Copies, int]:
+    """Blocks of `fallback_model`, and what these leave of the host's memory.
+
+    host_bytes   None: all of the budget
+    on_cpu       whether the CPU computes `model`
+
+    Raises as `find_copies`, ConfigError beside a GPU, and BudgetError where nothing is left.
+    """
+    assert config.fallback_model is not None
+    if not on_cpu:
+        raise ConfigError(
+            "fallback_model is for models that the CPU computes: leave it out, or the GPU; without "
+            "it, requests that drift are computed with the model's own weights"
+        )
+    copies = find_copies(config.fallback_model, model.spec, model.dtype)
+    left = (config.host_memory_bytes if host_bytes is None else host_bytes) - copies.nbytes
+    if left <= 0:
+        raise BudgetError(
+            f"blocks of fallback_model={copies.path} need {format_bytes(copies.nbytes)} of host "
+            "memory, which is all there is: give more, or leave it out"
+        )
+    return copies, left
 
 
 def find_copies(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Copies:

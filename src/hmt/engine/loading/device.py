@@ -107,6 +107,29 @@ class OnDevice:
     host_is_pinned: bool = False
 
 
+def load_on_devices(
+    devices: Sequence[Device],
+    plan: Plan,
+    model: Model,
+    layouts: dict[BlockId, BlockLayout],
+    store: WeightStore,
+    host: HostPool,
+    ledger: Ledger,
+    stack: ExitStack,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[OnDevice, ...]:
+    """`load_on_device` for each device that has a part in the plan: a search may leave any."""
+    found: tuple[OnDevice, ...] = ()
+    for share in (share for share in plan.devices if share.stages):
+        pinned = found[0].host_is_pinned if found else None
+        there = load_on_device(
+            devices[share.index], plan, share, model, layouts, store, host, ledger, stack, progress,
+            pinned,
+        )  # fmt: skip
+        found += (there,)
+    return found
+
+
 def load_on_device(
     device: Device,
     plan: Plan,

@@ -1,6 +1,7 @@
 """A model's part of the disk: the queue that reads it, and the file of converted weights."""
 
 import shutil
+from pathlib import Path
 
 import torch
 
@@ -12,21 +13,20 @@ from hmt.base.units import format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.prepare import Prepared
-from hmt.memory import DiskRate, ReadQueue, open_reader, usual_rate
+from hmt.hardware.machine import remembered
+from hmt.memory import ReadQueue, open_reader, usual_rate
 from hmt.weights import SpillFile
 
 
-def transfer_queue(
-    config: EngineConfig, tracer: Tracer, measured: DiskRate | None = None
-) -> ReadQueue:
-    """The queue of the disk that was `measured`; what `config` says of it comes first.
+def transfer_queue(config: EngineConfig, tracer: Tracer, path: Path | None = None) -> ReadQueue:
+    """The queue of the disk that has `path`, as measured; what `config` says of it comes first.
 
     Its threads compute (checks, conversions) alone: torch gives every thread that computes a team
     of OpenMP threads as large as the machine, and eight of them on 64 cores would be 512 threads
     beside those of the step that they are to help.
     """
     threads = torch.get_num_threads()
-    disk = measured or usual_rate()
+    disk = (None if path is None else remembered(path).disk) or usual_rate()
     queue = ReadQueue(
         open_reader(config.disk_reader or disk.reader),
         tracer,

@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 
 from hmt.base.errors import BudgetError, ConfigError, RequestError
-from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import Model
-from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.copies import Copies, find_copies
+from hmt.engine.loading.copies import Copies, copies_within
 from hmt.engine.loading.demand import (
     demand_of,
     demand_without_journal,
@@ -22,14 +21,13 @@ from hmt.engine.loading.demand import (
     kv_budgets,
     usual_format,
 )
-from hmt.engine.loading.goal_plan import searched_plan
 from hmt.engine.loading.kv_scales import with_scales
+from hmt.engine.loading.planning import check_physical, planned
 from hmt.engine.loading.source import Source, open_source
 from hmt.hardware.machine import machine_for, with_device
-from hmt.memory import physical_host_bytes
 from hmt.memory.device import Device
 from hmt.models import DraftBlock, MixtureOfRecursions, open_model, with_vision
-from hmt.planner import Demand, PlanOptions, solve
+from hmt.planner import Demand, PlanOptions
 from hmt.planner.placement.numa import on_numa_nodes
 from hmt.weights import BlockLayout
 
@@ -121,21 +119,11 @@ def prepare(
     Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source, model = open_parts(path, config, on_gpu=is_gpu(devices))
-    if config.fallback_model is None:
-        return prepare_model(source, model, config, host_bytes, devices, device_bytes)
-    if device_bytes:
-        raise ConfigError(
-            "fallback_model is for models that the CPU computes: leave it out, or the GPU; without "
-            "it, requests that drift are computed with the model's own weights"
-        )
-    copies = find_copies(config.fallback_model, model.spec, model.dtype)
-    left = (config.host_memory_bytes if host_bytes is None else host_bytes) - copies.nbytes
-    if left <= 0:
-        raise BudgetError(
-            f"blocks of fallback_model={copies.path} need {format_bytes(copies.nbytes)} of host "
-            "memory, which is all there is: give more, or leave it out"
-        )
-    return replace(prepare_model(source, model, config, left), copies=copies)
+    copies, left = None, host_bytes
+    if config.fallback_model is not None:
+        copies, left = copies_within(config, model, host_bytes, on_cpu=not device_bytes)
+    prepared = prepare_model(source, model, config, left, devices, device_bytes)
+    return replace(prepared, copies=copies)
 
 
 def open_parts(path: Path, config: EngineConfig, *, on_gpu: bool) -> tuple[Source, Model]:
@@ -188,30 +176,13 @@ def prepare_model(
         machine = replace(machine, devices=tuple(rates for found in each for rates in found))
     machine = on_numa_nodes(machine, config.numa, options.host_bytes)
     try:
-        plan = _plan(demand, options, machine, config)
+        plan = planned(demand, options, machine, config)
     except BudgetError:
         if not demand.draft_tokens or config.draft_tokens is not None:
             raise
         # The journal of recurrent state is a matter of speed: without it the model may fit.
         demand = demand_without_journal(demand)
-        plan = _plan(demand, options, machine, config)
-    _check_physical(plan)
+        plan = planned(demand, options, machine, config)
+    check_physical(plan)
     sizes = weights.layouts, weights.published_bytes
     return Prepared(source, model, *sizes, demand, machine, plan, weights.headless)
-
-
-def _plan(demand: Demand, options: PlanOptions, machine: Machine, config: EngineConfig) -> Plan:
-    if config.goal is None and config.profile is None:
-        return solve(demand, options, machine)
-    return searched_plan(demand, options, machine, config)
-
-
-def _check_physical(plan: Plan) -> None:
-    """Refuse a plan that this machine cannot hold; a budget that is not used up may be larger."""
-    needed, most = sum(plan.reserved.values()), physical_host_bytes()
-    if needed > most:
-        raise BudgetError(
-            f"with {format_bytes(plan.budgets[Tier.HOST])} of host memory the plan takes "
-            f"{format_bytes(needed)}, and this process can have {format_bytes(most)} at most; "
-            "lower --host-memory"
-        )

@@ -1,10 +1,12 @@
 """What a graph runner keeps of a capture, and of a step that it has begun."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from hmt.contracts.step import Segment, Step
+from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.kernels import ops
 from hmt.memory.device import CapturedStep, Event, host_buffer
 
@@ -52,6 +54,19 @@ class Result:
     shown: torch.Tensor | None
     last: torch.Tensor | None
     arrived: Event
+
+    def show(
+        self, viewer: PromptOutputSource, normed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Let `viewer` have the hidden states that it asked for: `normed`, where it is `left`."""
+        if self.shown is None:
+            viewer.hidden(0, normed(self.left))
+        elif viewer.layers:
+            parts = self.shown.chunk(len(viewer.layers), dim=1)
+            for layer, part in zip(viewer.layers, parts, strict=True):
+                viewer.layer_hidden(layer, part)
+        else:
+            viewer.hidden(0, self.shown)
 
 
 @dataclass(slots=True)

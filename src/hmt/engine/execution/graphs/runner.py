@@ -155,7 +155,7 @@ class GraphRunner:
             self._channel.learn()
         logits, surveys = result.left, result.logit_stats
         if viewer is not None and shown is not None:
-            self._show(result, viewer)
+            result.show(viewer, lambda left: self._model.normed(left, self._weights))
         if self._observer is not None:
             self._observer.see(step, logits if result.last is None else result.last)
         if surveys is None:
@@ -184,16 +184,6 @@ class GraphRunner:
             self._end_answers()
             self._channel.learn()
         return left
-
-    def _show(self, result: Result, viewer: PromptOutputSource) -> None:
-        if result.shown is None:
-            viewer.hidden(0, self._model.normed(result.left, self._weights))
-        elif viewer.layers:
-            parts = result.shown.chunk(len(viewer.layers), dim=1)
-            for layer, part in zip(viewer.layers, parts, strict=True):
-                viewer.layer_hidden(layer, part)
-        else:
-            viewer.hidden(0, result.shown)
 
     def _ready(self, step: Step, shown: tuple[int, ...] | None) -> CapturedGraph | None:
         """A capture with the step's tokens; None for steps that are not captured."""
