@@ -102,7 +102,7 @@ def test_a_request_that_drifts_is_raised_and_its_neighbours_keep_their_bits(
     [
         {"max_prefill_tokens": 32},
         {"executor": "plain"},
-        {"speculate": "lookup", "max_prefill_tokens": 64},
+        {"speculate": "lookup", "max_prefill_tokens": 64, "max_batch": 4},
         {"prefix_cache": True},
         {"kv_gpu_memory": "7MiB", "max_prefill_tokens": 32},
         {"host_memory": "9MiB", "context": 512},
@@ -113,9 +113,10 @@ def test_what_is_raised_depends_on_tokens_alone(
     options: dict[str, Any], folder: Path, model: LoadedModel
 ) -> None:
     requests = [request(strange(3)), request(ordinary(model, 4)), request(strange(5, 30), 120)]
+    requests.append(request(strange(6, 66)))  # whose last tokens come in a chunk of their own
     alone = [model.infer(one) for one in requests]
     assert alone[0].raised_at == 150 and alone[1].raised_at is None
-    assert alone[2].raised_at in (64 + 16, 128 + 16)
+    assert alone[2].raised_at in (64 + 16, 128 + 16) and alone[3].raised_at == 66
     with hmt.Engine(**OPTIONS | options) as engine:
         assert engine.load_model(folder).infer_batch(requests) == alone
 
@@ -212,12 +213,15 @@ def test_experts_and_a_device(tmp_path: Path) -> None:
 
 
 def test_captured_steps_show_what_is_watched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int, torch.Tensor]] = []
+    seen: list[tuple[int, torch.Tensor]] = []
     see = ActivationWatch.see
 
-    def spy(self: ActivationWatch, step: Any, hidden: torch.Tensor) -> None:
-        see(self, step, hidden)
-        seen.extend((row.position, len(step.token_ids), row.numbers) for row in self.rows)
+    def spy(self: ActivationWatch, step: Any, hidden: torch.Tensor, *, stays: bool = True) -> None:
+        see(self, step, hidden, stays=stays)
+        for one in self.seen:
+            seen.extend(
+                (one.first + 8 * n, row.float().clone()) for n, row in enumerate(one.floats())
+            )
 
     monkeypatch.setattr(ActivationWatch, "see", spy)
     rows = []
@@ -226,7 +230,7 @@ def test_captured_steps_show_what_is_watched(folder: Path, monkeypatch: pytest.M
         with hmt.Engine(**OPTIONS | options) as engine:
             model = engine.load_model(folder)
             model.infer(request(ordinary(model, 6, 60), 80))
-        rows.append({position: numbers for position, _, numbers in seen})
+        rows.append(dict(seen))
     assert set(rows[0]) == set(rows[1]) == set(range(7, 139, 8))
     for position, numbers in rows[0].items():
         torch.testing.assert_close(numbers, rows[1][position], rtol=0.1, atol=0.5)
@@ -286,21 +290,21 @@ def test_copies_without_statistics_are_said_to_be_of_no_use(
 def test_distance_is_the_divergence_of_normal_distributions() -> None:
     """Against torch's own closed form, and skewness against numbers that are known."""
     torch.manual_seed(0)
-    texts = [torch.randn(64, 24) * 3 + 1 for _ in range(20)]
+    texts = [(torch.randn(64, 24) * 3 + 1).numpy() for _ in range(20)]
     found = ActivationStatistics.of(texts)
     rows = torch.randn(32, 24) * 2 - 1
-    (*_, (blocks, one)) = found.windows(rows)
+    (*_, (blocks, one)) = found.windows(rows.numpy())
     assert blocks == 4
     normal = torch.distributions.Normal
     seen = normal(rows.mean(0), rows.std(0, correction=0))
-    known = normal(found.mean, found.deviation)
+    known = normal(torch.from_numpy(found.mean), torch.from_numpy(found.deviation))
     wanted = torch.distributions.kl_divergence(seen, known).mean()
     assert one.kl == pytest.approx(float(wanted), rel=1e-4)
-    scaled = ((rows - found.mean) / found.deviation).flatten().double()
+    scaled = ((rows - known.mean) / known.stddev).flatten().double()
     skew = ((scaled - scaled.mean()) ** 3).mean() / scaled.var(correction=0) ** 1.5
     assert one.skew == pytest.approx(float(skew), abs=1e-4)
     rows[5, 7] = 3000.0
-    (*_, (_, spike)) = found.windows(rows)
+    (*_, (_, spike)) = found.windows(rows.numpy())
     assert spike.skew > 20
     assert found.is_beyond(spike, 4)
     assert not any(drifts(found, text) for text in texts)
@@ -308,5 +312,5 @@ def test_distance_is_the_divergence_of_normal_distributions() -> None:
 
 def test_statistics_need_whole_windows() -> None:
     with pytest.raises(ConfigError, match="no text of the calibration has 256 tokens"):
-        ActivationStatistics.of([torch.zeros(31, 4)])
+        ActivationStatistics.of([torch.zeros(31, 4).numpy()])
     assert drift_statistics.WINDOW * drift_statistics.BLOCK_TOKENS == 256

@@ -11,7 +11,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hmt.base.errors import ClosedError, RequestError
 from hmt.contracts.plan import Plan, Tier
@@ -201,7 +203,7 @@ class LoadedModel:
         """
         return self._loop.call(lambda: self._core.keys_and_values(tokens, see))
 
-    def hidden_rows(self, tokens: Many[int]) -> torch.Tensor:
+    def hidden_rows(self, tokens: Many[int]) -> "NDArray[np.float32]":
         """Read `tokens`, and return hidden states behind the last layer, before the final norm.
 
         Of each `hmt.engine.drift.EVERY` positions the last: f32 [rows, channels].  Raises what

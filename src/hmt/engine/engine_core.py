@@ -9,7 +9,9 @@ from functools import partial
 from itertools import islice
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from hmt.base.errors import Cancelled, HMTError
 from hmt.base.trace import Tracer
@@ -338,7 +340,7 @@ class EngineCore:
         """See LoadedModel.logits."""
         return self._teacher_forcing().logits(tokens, rows, prefill)
 
-    def hidden_rows(self, tokens: Many[int]) -> torch.Tensor:
+    def hidden_rows(self, tokens: Many[int]) -> "NDArray[np.float32]":
         """See LoadedModel.hidden_rows."""
         return self.runner.recorded(lambda: self.logits(tokens, [], len(tokens)))
 

@@ -11,7 +11,7 @@ from hmt.contracts.step import SchedulerOutput, SegmentRequest, Step
 from hmt.contracts.store import Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.drift.account import DriftAccount
-from hmt.engine.drift.opening import open_watch, recorded
+from hmt.engine.drift.opening import Floats, open_watch, recorded
 from hmt.engine.execution.executor import Executor
 from hmt.engine.execution.opening import open_executor, open_precise_executor
 from hmt.engine.execution.step_observers import open_observers
@@ -130,7 +130,7 @@ class ModelRunner:
         """What is known of each row of the last logits; empty where nothing is."""
         return self._logit_stats
 
-    def recorded(self, run: Callable[[], object]) -> torch.Tensor:
+    def recorded(self, run: Callable[[], object]) -> Floats:
         """Rows of hidden states that a watch would see of steps that `run` computes.
 
         f32 [rows, channels]

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from hmt.base.folders import writing
 from hmt.engine.drift import EVERY, STATISTICS, WINDOW_TOKENS, ActivationStatistics
+from hmt.engine.drift.statistics import Floats
 from hmt.engine.loading.kv_scales import identity
 from hmt.engine.loading.source import open_source
 from hmt.quantizing.hidden_states import HiddenStates
@@ -18,11 +17,11 @@ class _Rows:
     def __init__(self, hidden: HiddenStates, layers: int, sequences: Sequence[Sequence[int]]):
         self._hidden, self._layers, self._sequences = hidden, layers, sequences
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[Floats]:
         first = 0
         for sequence in self._sequences:
             rows = self._hidden.of_sequence(self._layers, first, len(sequence))
-            yield rows[EVERY - 1 :: EVERY]
+            yield rows[EVERY - 1 :: EVERY].numpy()
             first += len(sequence)
 
 

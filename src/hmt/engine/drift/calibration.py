@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
-from hmt.engine.drift.statistics import BLOCK_TOKENS, ActivationStatistics
+from hmt.engine.drift.statistics import BLOCK_TOKENS, ActivationStatistics, Floats
 
 _HELD_OUT = 4  # of so many texts one
 
@@ -14,7 +12,7 @@ _HELD_OUT = 4  # of so many texts one
 class RowSource(Protocol):
     """What computes hidden states of sequences: a `LoadedModel`."""
 
-    def hidden_rows(self, tokens: Sequence[int], /) -> Tensor:
+    def hidden_rows(self, tokens: Sequence[int], /) -> Floats:
         """Of each EVERY positions the last: f32 [rows, channels]."""
         ...
 
@@ -44,7 +42,7 @@ def calibrate_activations(
     Every fourth text is also compared with statistics of the others.  Raises ConfigError where
     they are too short, and what `LoadedModel.hidden_rows` raises.
     """
-    rows = list[Tensor]()
+    rows = list[Floats]()
     for number, text in enumerate(texts):
         progress(number, len(texts))
         if len(text) >= BLOCK_TOKENS:
@@ -59,7 +57,7 @@ def calibrate_activations(
     return CalibratedActivations(statistics, sum(map(len, texts)), len(held_out), alarms)
 
 
-def drifts(statistics: ActivationStatistics, rows: Tensor) -> bool:
+def drifts(statistics: ActivationStatistics, rows: Floats) -> bool:
     """Whether any window of a text is beyond the limits; rows as `hidden_rows` gives them."""
     windows = statistics.windows(rows)
     return any(statistics.is_beyond(found, blocks) for blocks, found in windows)

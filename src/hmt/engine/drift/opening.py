@@ -2,10 +2,8 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from hmt.base.log import logger
-from hmt.engine.drift.statistics import ActivationStatistics, statistics_beside
+from hmt.engine.drift.statistics import ActivationStatistics, Floats, statistics_beside
 from hmt.engine.drift.watch import ActivationWatch, RowRecorder
 from hmt.engine.execution.executor import Executor
 from hmt.engine.loading.kv_scales import identity
@@ -47,7 +45,7 @@ def rounds_activations(prepared: Prepared) -> bool:
 
 def recorded(
     executor: Executor, run: Callable[[], object], watch: ActivationWatch | None
-) -> Tensor:
+) -> Floats:
     """Rows of steps that `run` lets `executor` compute, after which `watch` sees its steps again.
 
     f32 [rows, channels]

@@ -14,23 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load, save
-from torch import Tensor
+from safetensors.numpy import load, save
 
 from hmt.base.errors import ConfigError
 
 STATISTICS: Final = "activation-statistics.hmt"  # not .safetensors, which are a model's weights
 EVERY: Final = 8  # of so many positions the last is looked at
 BLOCK_TOKENS: Final = 64
-_ROWS: Final = BLOCK_TOKENS // EVERY
+BLOCK_ROWS: Final = BLOCK_TOKENS // EVERY
 WINDOW: Final = 4  # blocks that are judged together, at most: 64 to 256 tokens
 WINDOW_TOKENS: Final = WINDOW * BLOCK_TOKENS
 _LEAST_KL: Final = 0.02
 _LEAST_SKEW: Final = 3.0
 _LEAST_DEVIATION: Final = 1e-6
 _LEAST_VARIANCE: Final = 1e-4  # of a channel that stands still in a window: a divergence of 4.1
+
+
+Floats = NDArray[np.float32]  # small arrays, for which numpy takes a third of torch's time
 
 
 class BlockSums(NamedTuple):
@@ -40,9 +43,9 @@ class BlockSums(NamedTuple):
     cubes           of all channels together
     """
 
-    first: Tensor
-    second: Tensor
-    cubes: Tensor
+    first: Floats
+    second: Floats
+    cubes: float
 
 
 class Distance(NamedTuple):
@@ -60,29 +63,29 @@ class ActivationStatistics:
     limits            of windows of 1, 2, ... WINDOW blocks
     """
 
-    mean: Tensor
-    deviation: Tensor
+    mean: Floats
+    deviation: Floats
     limits: tuple[Distance, ...]
 
     @staticmethod
-    def of(texts: Iterable[Tensor]) -> "ActivationStatistics":
+    def of(texts: Iterable[Floats]) -> "ActivationStatistics":
         """From the rows that were looked at of each text: f32 [rows, channels].
 
         Goes through `texts` twice.  Raises ConfigError where no text has a whole window.
         """
         count, longest = 0, 0
-        total, squares = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+        total = squares = np.zeros((), np.float64)
         for rows in texts:
-            whole = rows[: len(rows) // _ROWS * _ROWS].double()
+            whole = rows[: len(rows) // BLOCK_ROWS * BLOCK_ROWS].astype(np.float64)
             count, longest = count + len(whole), max(longest, len(whole))
             total, squares = total + whole.sum(0), squares + (whole * whole).sum(0)
-        if longest < WINDOW * _ROWS:
+        if longest < WINDOW * BLOCK_ROWS:
             raise ConfigError(
                 f"no text of the calibration has {WINDOW_TOKENS} tokens: give longer ones"
             )
         mean = total / count
-        deviation = (squares / count - mean * mean).clamp_min(_LEAST_DEVIATION**2).sqrt()
-        found = ActivationStatistics(mean.float(), deviation.float(), ())
+        deviation = np.sqrt(np.maximum(squares / count - mean * mean, _LEAST_DEVIATION**2))
+        found = ActivationStatistics(mean.astype(np.float32), deviation.astype(np.float32), ())
         seen: list[list[Distance]] = [[] for _ in range(WINDOW)]
         for blocks, one in (window for rows in texts for window in found.windows(rows)):
             seen[blocks - 1].append(one)
@@ -95,18 +98,23 @@ class ActivationStatistics:
         )
         return ActivationStatistics(found.mean, found.deviation, tuple(limits))
 
-    def sums(self, rows: Tensor) -> BlockSums:
-        """Of a block's rows, f32 [rows, channels]."""
-        scaled = (rows - self.mean) / self.deviation
-        squares = scaled * scaled
-        return BlockSums(scaled.sum(0), squares.sum(0), (squares * scaled).sum())
+    def sums(self, rows: Floats) -> list[BlockSums]:
+        """Of blocks one behind the other: rows f32 [blocks * BLOCK_ROWS, channels].
 
-    def windows(self, rows: Tensor) -> Iterator[tuple[int, Distance]]:
+        Each block's have the same bits however many there are.
+        """
+        scaled = (rows - self.mean) / self.deviation
+        scaled = scaled.reshape(-1, BLOCK_ROWS, rows.shape[1])
+        squares = scaled * scaled
+        cubes = (squares * scaled).sum(1).sum(1).tolist()
+        return list(map(BlockSums, scaled.sum(1), squares.sum(1), cubes))
+
+    def windows(self, rows: Floats) -> Iterator[tuple[int, Distance]]:
         """Of each window of a text its blocks, and how far it is away.
 
         rows   f32 [rows, channels]
         """
-        blocks = [self.sums(rows[end - _ROWS : end]) for end in range(_ROWS, len(rows) + 1, _ROWS)]
+        blocks = self.sums(rows[: len(rows) // BLOCK_ROWS * BLOCK_ROWS])
         for end in range(1, len(blocks) + 1):
             window = blocks[max(0, end - WINDOW) : end]
             yield len(window), distance(window)
@@ -123,7 +131,7 @@ class ActivationStatistics:
         """
         limits = [list(limit) for limit in self.limits]
         metadata = {"weights": weights, "limits": json.dumps(limits)}
-        tensors = {"mean": self.mean.contiguous(), "deviation": self.deviation.contiguous()}
+        tensors = {"mean": self.mean, "deviation": self.deviation}
         new = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             new.write_bytes(save(tensors, metadata))
@@ -139,9 +147,10 @@ class ActivationStatistics:
             tensors = load(content)
             length = int.from_bytes(content[:8], "little")
             said: dict[str, Any] = json.loads(content[8 : 8 + length])["__metadata__"]
-            mean, deviation = tensors["mean"].float(), tensors["deviation"].float()
+            mean, deviation = tensors["mean"], tensors["deviation"]
             limits = tuple(Distance(*map(float, limit)) for limit in json.loads(said["limits"]))
-            if mean.shape != deviation.shape or mean.dim() != 1 or len(limits) != WINDOW:
+            shapes = mean.shape == deviation.shape and mean.ndim == 1 and len(limits) == WINDOW
+            if not shapes or {mean.dtype, deviation.dtype} != {np.dtype(np.float32)}:
                 raise ValueError("its tensors are of other shapes")
             return ActivationStatistics(mean, deviation, limits), said["weights"]
         except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
@@ -153,13 +162,16 @@ class ActivationStatistics:
 
 def distance(window: Sequence[BlockSums]) -> Distance:
     """How far whole blocks, one behind the other, are from calibration."""
-    count = len(window) * _ROWS
-    mean = sum((block.first for block in window[1:]), window[0].first) / count
-    square = sum((block.second for block in window[1:]), window[0].second) / count
-    cube = float(sum((block.cubes for block in window[1:]), window[0].cubes)) / count / len(mean)
-    variance = (square - mean * mean).clamp_min(_LEAST_VARIANCE)
-    kl = float((variance + mean * mean - 1 - variance.log()).mean()) / 2
+    (mean, square, cube), *others = window
+    for block in others:
+        mean, square, cube = mean + block.first, square + block.second, cube + block.cubes
+    count = np.float32(len(window) * BLOCK_ROWS)
+    mean, square = mean / count, square / count
+    cube /= float(count) * len(mean)
+    variance = np.maximum(square - mean * mean, _LEAST_VARIANCE)
     middle, all_squares = float(mean.mean()), float(square.mean())
+    logarithm = float(np.log(variance).mean())
+    kl = (float((variance + mean * mean).mean()) - 1 - logarithm) / 2
     spread = max(all_squares - middle * middle, _LEAST_VARIANCE)
     skew = (cube - 3 * middle * all_squares + 2 * middle**3) / spread**1.5
     return Distance(kl, skew)

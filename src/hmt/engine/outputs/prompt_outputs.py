@@ -36,8 +36,10 @@ class PromptOutputSource(Protocol):
 class HiddenObserver(Protocol):
     """Who looks at hidden states of all steps."""
 
-    def see(self, step: Step, hidden: torch.Tensor) -> None:
-        """Those behind the last layer: [tokens, ...], valid during the call; it must not raise.
+    def see(self, step: Step, hidden: torch.Tensor, *, stays: bool = True) -> None:
+        """Those behind the last layer: [tokens, ...]; it must not raise.
+
+        Without `stays` they are valid during the call only.
 
         The tensors of `step` are in host memory.
         """

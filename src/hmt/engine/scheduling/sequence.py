@@ -117,7 +117,8 @@ class SequenceState:
     @property
     def was_raised(self) -> bool:
         """Whether some of its tokens were computed in higher precision."""
-        return self.raised_at is not None and self.computed > self.raised_at
+        # Not by `computed`, of which a sequence that has ended may leave some to others.
+        return self.raised_at is not None and self.raised_at < len(self.tokens) - 1
 
     def alike(self, count: int) -> int:
         """Of the next `count` tokens, the first that are computed in one precision."""

@@ -157,7 +157,7 @@ class GraphRunner:
         if viewer is not None and shown is not None:
             result.show(viewer, lambda left: self._model.normed(left, self._weights))
         if self._observer is not None:
-            self._observer.see(step, logits if result.last is None else result.last)
+            self._observer.see(step, logits if result.last is None else result.last, stays=False)
         if surveys is None:
             logits = self._model.head(logits, self._weights)
             surveys = graph_ops.logit_stats_of(logits)
