@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "qwen2_5_vl": gguf.MODEL_ARCH.QWEN2VL,
     "qwen3_vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3_vl_moe": gguf.MODEL_ARCH.QWEN3VLMOE,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
@@ -34,6 +35,9 @@ PROJECTORS = {
 }
 # Tokens of vision_models.py in Qwen's words.
 _WORDS = {4: "<|vision_start|>", 5: "<|vision_end|>", 6: "<|image_pad|>", 7: "<|video_pad|>"}
+_GEMMA_WORDS = {
+    4: "<start_of_image>", 5: "<end_of_image>", 6: "<image_soft_token>", 7: "\n\n",
+}  # fmt: skip
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
 _SWAPPED = re.compile(r"ffn_(up|down)")
 _DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
@@ -44,7 +48,12 @@ def write_text(model: PreTrainedModel, path: Path) -> Path:
     config = model.config.text_config
     file = ModelFile(ARCHITECTURES[model.config.model_type], config, lambda name: "F32")
     tensors = model.state_dict()
-    own = {n.replace("language_model.", ""): t for n, t in tensors.items() if "visual" not in n}
+    seeing = ("visual", "vision_tower", "multi_modal_projector")
+    own = {
+        n.replace("language_model.", ""): t
+        for n, t in tensors.items()
+        if not any(part in n for part in seeing)
+    }
     for name in [name for name in own if ".experts." in name]:
         own |= _experts(name, own.pop(name))
     if config.tie_word_embeddings:
@@ -52,7 +61,9 @@ def write_text(model: PreTrainedModel, path: Path) -> Path:
     file.add(own)
 
     def more(writer: GGUFWriter) -> None:
-        _vocabulary(writer)
+        _vocabulary(writer, _GEMMA_WORDS if model.config.model_type == "gemma3" else _WORDS)
+        if model.config.model_type == "gemma3":
+            return
         sections = config.rope_parameters["mrope_section"]
         writer.add_rope_dimension_sections([*sections, 0])
         layers = getattr(model.config.vision_config, "deepstack_visual_indexes", None)
@@ -73,18 +84,18 @@ def _experts(name: str, stacked: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def _vocabulary(writer: GGUFWriter) -> None:
+def _vocabulary(writer: GGUFWriter, words: dict[int, str]) -> None:
     known = json.loads((files("hmt") / "embedded" / "mini-dense" / "tokenizer.json").read_text())
     special = {one["content"]: one["id"] for one in known["added_tokens"]}
     ids = known["model"]["vocab"] | special
-    tokens = [_WORDS.get(ids[token], token) for token in sorted(ids, key=lambda token: ids[token])]
+    tokens = [words.get(ids[token], token) for token in sorted(ids, key=lambda token: ids[token])]
     merges = known["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if n in special.values() else 1 for n in range(len(tokens))])
     writer.add_token_merges([" ".join(one) if isinstance(one, list) else one for one in merges])
-    writer.add_chat_template(TEMPLATE.replace("<|image|>", "<|image_pad|>"))
+    writer.add_chat_template(TEMPLATE.replace("<|image|>", words[4 if "soft" in words[6] else 6]))
 
 
 def write_mmproj(
@@ -99,9 +110,10 @@ def write_mmproj(
     changed   keys that say something else than the model
     """
     writer = GGUFWriter(path, "clip")
-    _add_keys(writer, model, changed)
+    gemma = model.config.model_type == "gemma3"
+    (_add_square_keys if gemma else _add_keys)(writer, model, changed)
     with torch.no_grad():
-        for parts in _tensors(model):
+        for parts in (_square_tensors if gemma else _tensors)(model):
             for target, numbers in parts:
                 content, kind, held = _rounded(target, numbers, kinds)
                 writer.add_tensor(
@@ -109,7 +121,8 @@ def write_mmproj(
                     content,
                     raw_dtype=kind,
                 )
-                numbers.copy_(torch.from_numpy(held))
+                shift = float("soft_emb_norm" in target)
+                numbers.copy_(torch.from_numpy(held) - shift)
     for name in changed.get("more", ()):
         writer.add_tensor(name, np.zeros(4, np.float32))
     writer.write_header_to_file()
@@ -181,10 +194,45 @@ def _tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]
             yield [(target, tensor)]
 
 
+def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any]) -> None:
+    """Of Gemma 3."""
+    vision = model.config.vision_config
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type("gemma3")
+    writer.add_vision_projection_dim(model.config.text_config.hidden_size)
+    writer.add_vision_image_size(changed.get("image_size", vision.image_size))
+    writer.add_vision_patch_size(vision.patch_size)
+    writer.add_vision_embedding_length(vision.hidden_size)
+    writer.add_vision_feed_forward_length(vision.intermediate_size)
+    writer.add_vision_block_count(vision.num_hidden_layers)
+    writer.add_vision_head_count(vision.num_attention_heads)
+    writer.add_vision_image_mean([0.5] * 3)
+    writer.add_vision_image_std([0.5] * 3)
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    writer.add_vision_use_gelu(True)
+    side = vision.image_size // vision.patch_size
+    scale = side // round(model.config.mm_tokens_per_image**0.5)
+    writer.add_vision_projector_scale_factor(changed.get("scale", scale))
+
+
+def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """As `_tensors`, of Gemma 3, whose names the converter's map has with `vision_model`."""
+    names = gguf.get_tensor_name_map(
+        gguf.MODEL_ARCH.MMPROJ, model.config.vision_config.num_hidden_layers
+    )
+    for whole, tensor in model.state_dict().items():
+        name = whole.removeprefix("model.").replace("_weight", ".weight")
+        if name.startswith(("vision_tower.", "multi_modal_projector.")):
+            name = name.replace("vision_tower.", "vision_tower.vision_model.")
+            target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert target is not None, name
+            yield [(target, tensor)]
+
+
 def _rounded(
     name: str, numbers: torch.Tensor, kinds: Callable[[str], str]
 ) -> tuple[np.ndarray, GGMLQuantizationType, np.ndarray]:
-    array = np.ascontiguousarray(numbers.numpy())
+    array = np.ascontiguousarray(numbers.numpy() + np.float32("soft_emb_norm" in name))
     kind = GGMLQuantizationType[kinds(name)]
     if array.ndim < 2 or "position_embd" in name:
         kind = GGMLQuantizationType.F32

@@ -13,6 +13,7 @@ import torch
 from gguf_conventions import VOCABULARY, conventions
 from mmproj_files import write_mmproj, write_text
 from transformers import CONFIG_MAPPING, Qwen3_5ForConditionalGeneration
+from vision_families import FAMILIES, family_logits, family_model, publish_family
 from vision_models import (
     BEGIN,
     END,
@@ -127,7 +128,7 @@ def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"projector": "ldp"}, "projector of type 'ldp'; HMT reads qwen2.5vl_merger, "),
+        ({"projector": "ldp"}, "projector of type 'ldp'; HMT reads gemma3, qwen2.5vl_merger, "),
         ({"projector": "qwen2vl_merger"}, "belongs to models of architecture qwen2vl"),
         (
             {"more": ["v.blk.0.ls1.weight"]},
@@ -212,6 +213,41 @@ def test_a_hybrid_sees_by_an_encoder_without_deepstack(
     )
     assert found.prompt_tokens == wanted.prompt_tokens > len(prompt) + 10
     assert logprobs_of(found) == pytest.approx(logprobs_of(wanted), abs=1e-4)
+
+
+def test_gemma3_sees_squares(tmp_path: Path) -> None:
+    """Its tokens of images see each other, with others around them that the vocabulary names."""
+    kind, text, tower, own, processor = FAMILIES["gemma3"]
+    ropes = {"full_attention": 1000.0, "sliding_attention": 10000.0}
+    text = dict(text) | {
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": theta} for name, theta in ropes.items()
+        },
+    }
+    case = (kind, text, tower, own, processor)
+    model = family_model(case)
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16")
+    file = write_text(model, tmp_path / "model.gguf")
+    (tmp_path / "folder").mkdir()
+    publish_family(case, model, tmp_path / "folder")
+    words = [300, 17, BEGIN, 81, 99, 2000, BEGIN, 45]
+    with hmt.Engine(**OPTIONS) as engine:
+        loaded = engine.load_model(file)
+        request = asked(words)
+        found = loaded.infer(request)
+        whole = loaded._input.process(request, None).state.tokens
+    between = [7, BEGIN, *[IMAGE] * 9, END, 7]
+    assert whole == [300, 17, *between, 81, 99, 2000, *between, 45]
+    tokens = [*whole, *found.token_ids]
+    wanted = family_logits(model, tmp_path / "folder", tokens, list(IMAGES)).log_softmax(-1)
+    expected = wanted[range(len(tokens) - 1), tokens[1:]]
+    torch.testing.assert_close(torch.tensor(logprobs_of(found)), expected, atol=1e-4, rtol=0)
+    for changed, why in (({"scale": 5}, "scale_factor 5"), ({"image_size": 28}, "image_size 28")):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
 
 
 def test_damaged_encoders_are_errors_of_checkpoints(files_of: Any) -> None:

@@ -12,9 +12,12 @@ import hmt
 from hmt.base.errors import RequestError
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.request import Request, Sampling
+from hmt.contracts.step import Step
 from hmt.engine import EngineConfig
 from hmt.engine.loading import packs
 from hmt.engine.loading.inspection import inspect
+from hmt.kernels.cpu import extension
+from hmt.layers.stack import FusedLayers
 
 IMAGES = (picture(37, 21), picture(18, 50, 1))
 PROMPT = [9, 30, BEGIN, IMAGE, END, 77, BEGIN, IMAGE, END, 101]
@@ -92,3 +95,24 @@ def test_a_pack_whose_tower_cannot_run_reads_text(
     assert answer(pack, ()) == expected
     with pytest.raises(RequestError, match="no module of that name"):
         answer(pack)
+
+
+@pytest.mark.skipif(extension.load() is None, reason="needs the compiled kernels")
+def test_layers_in_one_call_turn_heads_by_three_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled layers compute steps behind images, with the bits of layers one by one."""
+    publish(vision_model("qwen2_5_vl").to(torch.bfloat16), tmp_path)
+    called, plain = list[int](), FusedLayers.__call__
+
+    def counted(self: FusedLayers, hidden: torch.Tensor, step: Step) -> bool:
+        done = plain(self, hidden, step)
+        if done and step.axes is not None:
+            called.append(len(hidden))
+        return done
+
+    monkeypatch.setattr(FusedLayers, "__call__", counted)
+    together = answer(tmp_path, quantization="w8a8")
+    assert called, "the compiled layers were asked for no step with three positions"
+    one_by_one = answer(tmp_path, quantization="w8a8", executor="plain")
+    assert together == one_by_one

@@ -364,9 +364,12 @@ def _form(record: TensorRecord, part: TensorRecord, change: _Change) -> TensorRe
     return Published(name, part.shape, parts)
 
 
-def plain_form(record: TensorRecord) -> TensorRecord | Published:
-    """A tensor whose numbers are those of the model, in their order.  Raises CheckpointError."""
-    return _form(record, record, _AS_IT_IS)
+def plain_form(record: TensorRecord, minus: float = 0.0) -> TensorRecord | Published:
+    """A tensor whose numbers, less `minus`, are the model's in their order.
+
+    Raises CheckpointError for a type that is not read.
+    """
+    return _form(record, record, replace(_AS_IT_IS, minus=minus))
 
 
 def _check_kind(record: TensorRecord) -> None:

@@ -5,9 +5,10 @@ converter.  Sizes are read from tensors where these tell them, so that a file ca
 than it holds.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +46,7 @@ class ImageEncoderFile:
     forms       parameters by transformers' names
     out_width   numbers of a token's features
     deepstack   layers that are given features besides
+    rows        tokens that stand for an image; 0: its processor says how many
     """
 
     vision: dict[str, Any]
@@ -52,6 +54,7 @@ class ImageEncoderFile:
     forms: dict[str, Form]
     out_width: int
     deepstack: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class Projector:
     vision      fields of vision_config besides those that all have
     layer       names of tensors in a layer, trunk of those outside, deepstack of those for layers
     processor   what its image processor does that files do not say: as published with the models
+    at, blocks  how names of parameters begin, and those of a layer behind that
+    out         the tensor, and which of its sizes features have
+    square      images are resized to one size, and names of sizes are SigLIP's
+    around      names of tokens in front of an image's and behind them
     """
 
     models: Mapping[str, tuple[str, str]]
@@ -72,6 +79,11 @@ class Projector:
     trunk: Mapping[str, str]
     processor: Mapping[str, Any]
     deepstack: Mapping[str, str] = field(default_factory=dict)
+    at: str = "model.visual."
+    blocks: str = "blocks.{}."
+    out: tuple[str, int] = ("mm.2.weight", 0)
+    square: bool = False
+    around: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
 
 def _silu_windows(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
@@ -112,6 +124,22 @@ def _deepstack(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any
         "num_position_embeddings": _size(records, "v.position_embd.weight", 0),
         "deepstack_visual_indexes": layers,
         "out_hidden_size": _size(records, "mm.2.weight", 0),
+    }
+
+
+def _siglip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """Gemma 3's, whose images are squares of as many patches as there are positions."""
+    patches, patch = _size(records, "v.position_embd.weight", 0), _size(records, _FRAMES[0], 3)
+    side = math.isqrt(patches)
+    if side * side != patches or keys.count("vision.image_size", side * patch) != side * patch:
+        raise keys.unread("vision.image_size", f"and the file has positions of {patches} patches")
+    return {
+        "model_type": "siglip_vision_model",
+        "hidden_size": _width(records),
+        "intermediate_size": _wide(records),
+        "hidden_act": "gelu_pytorch_tanh",
+        "image_size": side * patch,
+        "vision_use_head": False,
     }
 
 
@@ -182,8 +210,39 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         },
         {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"},
     ),
+    "gemma3": Projector(
+        {"gemma3": ("gemma3", "Gemma3ForConditionalGeneration")},
+        {
+            "image_token_index": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+        },
+        _siglip,
+        {
+            "ln1": "layer_norm1",
+            "ln2": "layer_norm2",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_out": "self_attn.out_proj",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embedding",
+            "v.position_embd": "vision_tower.embeddings.position_embedding",
+            "v.post_ln": "vision_tower.post_layernorm",
+            "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+        },
+        {"image_processor_type": "Gemma3ImageProcessor"},
+        at="model.",
+        blocks="vision_tower.encoder.layers.{}.",
+        out=("mm.input_projection.weight", 1),
+        square=True,
+        around=(("\n\n", "<start_of_image>"), ("<end_of_image>", "\n\n")),
+    ),
 }
-_AT: Final = "model.visual."
+_SHIFTED: Final = ("mm.soft_emb_norm.weight",)  # norms to which 1 has been added
 
 
 def projector_of(header: GgufHeader) -> Projector:
@@ -222,23 +281,42 @@ def read_encoder(header: GgufHeader, projector: Projector) -> ImageEncoderFile:
         raise keys.unread("vision.block_count", f"and the file has layers 0 to {depth - 1}")
     if keys.count("vision.patch_size", patch) != patch:
         raise keys.unread("vision.patch_size", f"and its kernels are of {patch} pixels")
-    vision = projector.vision(keys, records) | {
-        "depth": depth,
-        "num_heads": heads,
-        "patch_size": patch,
-        "spatial_merge_size": merge,
-        "temporal_patch_size": len(_FRAMES),
-    }
+    vision = projector.vision(keys, records) | {"patch_size": patch}
+    rows = 0
+    if projector.square:
+        vision |= {"num_hidden_layers": depth, "num_attention_heads": heads}
+        scale, side = keys.count("vision.projector.scale_factor", 4), vision["image_size"] // patch
+        if not 0 < scale <= side or side % scale:
+            raise keys.unread("vision.projector.scale_factor", f"and an image has {side} patches")
+        rows = (side // scale) ** 2
+    else:
+        vision |= {
+            "depth": depth,
+            "num_heads": heads,
+            "spatial_merge_size": merge,
+            "temporal_patch_size": len(_FRAMES),
+        }
     layers = vision.get("deepstack_visual_indexes", [])
     forms = _forms(header, projector, layers)
     _check_all_read(header, forms)
     return ImageEncoderFile(
         vision,
-        _processor(keys, projector, patch, merge),
+        _square(keys, projector, vision)
+        if projector.square
+        else _processor(keys, projector, patch, merge),
         forms,
-        _size(records, "mm.2.weight", 0),
+        _size(records, *projector.out),
         len(layers),
+        rows,
     )
+
+
+def _square(keys: Keys, projector: Projector, vision: Mapping[str, Any]) -> dict[str, Any]:
+    side = vision["image_size"]
+    found = {**projector.processor, "size": {"height": side, "width": side}}
+    return found | {
+        name: keys.by_layer(f"vision.{name}", 3) for name in ("image_mean", "image_std")
+    }
 
 
 def _processor(keys: Keys, projector: Projector, patch: int, merge: int) -> dict[str, Any]:
@@ -262,22 +340,28 @@ def _forms(header: GgufHeader, projector: Projector, deepstack: list[int]) -> di
         name = projector.trunk.get(stem)
         if (match := _IN_LAYER.fullmatch(record.name)) is not None:
             own = projector.layer.get(swapped.get(match[2], match[2]))
-            name = own and f"blocks.{match[1]}.{own}"
+            name = own and f"{projector.blocks.format(match[1])}{own}"
         elif (match := _DEEPSTACK.fullmatch(record.name)) is not None:
             own = projector.deepstack.get(match[2])
             name = own and f"deepstack_merger_list.{deepstack.index(int(match[1]))}.{own}"
         if name:
-            forms[f"{_AT}{name}.{kind}"] = plain_form(record)
+            minus = float(record.name in _SHIFTED)
+            forms[f"{projector.at}{name}.{kind}"] = plain_form(record, minus=minus)
+    if projector.square:
+        first = records.get(projector.out[0])
+        assert first is not None
+        forms[f"{projector.at}multi_modal_projector.mm_input_projection_weight"] = plain_form(first)
+        return forms
     for layer in range(_depth(records)):
         for kind in ("weight", "bias"):
             parts = [records.get(f"v.blk.{layer}.{part}.{kind}") for part in _QUERIES]
             there = [part for part in parts if part is not None]
             if len(there) == len(_QUERIES) and "attn_qkv" in projector.layer:
                 rows = sum(part.shape[0] for part in there)
-                name = f"{_AT}blocks.{layer}.{projector.layer['attn_qkv']}.{kind}"
+                name = f"{projector.at}blocks.{layer}.{projector.layer['attn_qkv']}.{kind}"
                 pieces = tuple(plain_form(part) for part in there)
                 forms[name] = Joined(pieces, (rows, *there[0].shape[1:]))
-    forms[f"{_AT}{projector.trunk['v.patch_embd']}.weight"] = _kernel(header)
+    forms[f"{projector.at}{projector.trunk['v.patch_embd']}.weight"] = _kernel(header)
     return forms
 
 
@@ -398,6 +482,11 @@ def config_with_encoder(
         raise CheckpointError(f"the model's vocabulary has no token {text}, for images")
     kind, causal = model
     rope = dict(config["rope_parameters"])
+    processor = dict(encoder.processor)
+    if encoder.rows:
+        named["mm_tokens_per_image"] = encoder.rows
+        front, behind = ([numbers[t] for t in side if t in numbers] for side in projector.around)
+        processor["written"] = {"front": front, "rows": encoder.rows, "behind": behind}
     sections = metadata.get(f"{architecture}.rope.dimension_sections")
     if isinstance(sections, list):
         rope["mrope_section"] = sections[:3]
@@ -412,4 +501,4 @@ def config_with_encoder(
         "text_config": text_config,
         "vision_config": encoder.vision,
         **named,
-    }, encoder
+    }, replace(encoder, processor=processor)

@@ -38,6 +38,8 @@ def check_replaces(model: Any, text: Any, token: int) -> None:
     model   on the meta device, whose language model is `text`; as it was, when this returns
     """
     base = model.base_model
+    if not hasattr(base, "get_image_features"):
+        raise CheckpointError("transformers' model makes no features of images by themselves")
     width = model.config.get_text_config().hidden_size
     features = torch.arange(_ROWS * width, dtype=torch.float32).view(_ROWS, width) - 1e6
     ids = torch.tensor([[2, *[token] * _ROWS, 3]])

@@ -19,7 +19,12 @@ from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
 from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
-from hmt.models.vision.processing import Processing, with_text, writes_text
+from hmt.models.vision.processing import (
+    Processing,
+    WithTokens,
+    with_text,
+    writes_text,
+)
 
 # Whose image processor tells of a grid of patches, and whose positions have three axes.
 _OF_GRIDS: Final = (
@@ -78,14 +83,17 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         return _without(
             model, "they need Pillow, which is not installed: pip install 'hmt[images]'"
         )
+    written = None
     with ExitStack() as after:
         if checkpoint.processor is not None:
             folder = Path(after.enter_context(TemporaryDirectory()))
-            (folder / _PROCESSORS[0]).write_text(json.dumps(checkpoint.processor))
+            said = dict(checkpoint.processor)
+            written = said.pop("written", None)
+            (folder / _PROCESSORS[0]).write_text(json.dumps(said))
         if not any((folder / name).is_file() for name in _PROCESSORS):
             return _without(model, f"there is no preprocessor_config.json in {folder}")
         try:
-            encoder = _opened(config, folder, model)
+            encoder = _opened(config, folder, model, written)
             if not isinstance(model, Decoder) and (encoder.together or encoder.added):
                 raise CheckpointError(
                     "its language model runs through transformers' modules, in which tokens of "
@@ -129,8 +137,13 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {said:.200}"
 
 
-def _opened(config: Mapping[str, Any], folder: Path, model: Model) -> Encoder:
-    """Raises errors of many kinds where configurations are not what they should be."""
+def _opened(
+    config: Mapping[str, Any], folder: Path, model: Model, written: Mapping[str, Any] | None
+) -> Encoder:
+    """`written` says which tokens stand for an image, where no processor of text does.
+
+    Raises errors of many kinds where configurations are not what they should be.
+    """
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
     from hmt.models.vision import windows
     from hmt.models.vision.observing import check_replaces
@@ -160,7 +173,11 @@ def _opened(config: Mapping[str, Any], folder: Path, model: Model) -> Encoder:
         encoder = Encoder(tower, processing, sizes, axes=axes, added=_added(whole) > 0)
         _check_processor(encoder, whole.vision_config, grid=grid)
     else:
-        processing = with_text(whole, folder, token, processor)
+        processing = (
+            with_text(whole, folder, token, processor)
+            if written is None
+            else WithTokens(processor, token, written)
+        )
         sizes = _probed_sizes(whole, processing)
         encoder = Encoder(tower, processing, sizes, axes=axes, together=_together(whole))
     made = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs

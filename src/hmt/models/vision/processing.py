@@ -75,6 +75,22 @@ class WithRows(Processing):
         return [*tokens[:-1], last]
 
 
+class WithTokens(Processing):
+    """Tokens are written around as many rows as each image has, as a file with an encoder says.
+
+    written   `front` and `behind` are tokens around `rows`; the last in front is an image's mark
+    """
+
+    def __init__(self, processor: Any, token: int, written: Mapping[str, Any]) -> None:
+        front, behind = written["front"], written["behind"]
+        super().__init__(processor, front[-1], token)
+        self._written = [*front, *[token] * written["rows"], *behind]
+
+    def written(self, made: Mapping[str, Any], rows: int) -> list[int]:
+        """See Processing."""
+        return list(self._written)
+
+
 class WithText(Processing):
     """transformers' processor of the model writes a text, in the tokens of its tokenizer."""
 
