@@ -13,6 +13,7 @@ from hmt.kvcache.page_store import PagesByKind
 from hmt.kvcache.page_table import Ints
 from hmt.kvcache.paged_cache import PagedKV
 from hmt.kvcache.recurrent_state import StateStore
+from hmt.memory.device import current_device
 
 
 class SplitKVCache:
@@ -73,8 +74,9 @@ class SplitKVCache:
     def attend(self, layer: int, step: Step, query: torch.Tensor, **options: Any) -> torch.Tensor:
         """See KVCache.  The query of a layer that uses another's pages goes to where they are."""
         cache = self._of(layer)
-        there = query.to(cache.where)
-        return cache.attend(layer, step, there, **options).to(query.device)
+        with current_device(cache.where):  # which another layer's may not be
+            there = query.to(cache.where)
+            return cache.attend(layer, step, there, **options).to(query.device)
 
     def append_attend(
         self, layer: int, step: Step, heads: torch.Tensor, **options: Any

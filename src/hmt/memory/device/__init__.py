@@ -1,6 +1,7 @@
 """Memory of a device that computes beside the CPU: arenas, copies to it, and their order."""
 
 from hmt.memory.device.factory import (
+    current_device,
     gpu_is_usable,
     host_buffer,
     open_device,

@@ -1,6 +1,7 @@
 """Devices by name, and what torch calls work and memory beside them."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -30,6 +31,14 @@ def gpu_is_usable() -> bool:
 def host_buffer(shape: Sequence[int], dtype: torch.dtype, where: torch.device) -> torch.Tensor:
     """Host memory for copies to and from the device `where`: pinned, unless that is the host."""
     return torch.empty(shape, dtype=dtype, pin_memory=where.type != "cpu")
+
+
+def current_device(where: torch.device) -> AbstractContextManager[None]:
+    """In the body, kernels are launched on the device `where`, on its current stream."""
+    if where.type == "cpu":
+        return nullcontext()
+    device: AbstractContextManager[None] = torch.get_device_module(where).device(where)
+    return device
 
 
 def wait_for_stream(where: torch.device) -> None:
