@@ -1,18 +1,29 @@
 """/v1/responses through OpenAI's client, with a model whose words are forced."""
 
+import asyncio
 import base64
+import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
 from openai import BadRequestError, NotFoundError
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from serving import Call, app_on, at_rest, http, openai, run, saying
+from serving import NAME as SMALL
+from serving import Call, app_on, at_rest, http, openai, run, saying, tooled_model
 from test_tool_calls import CLOCK, WEATHER
 
+import hmt
 from hmt.engine import LoadedModel
+from hmt.server.errors import ApiError
+from hmt.server.keys import KeyRing
+from hmt.server.openai.output_parser import AnswerParser
+from hmt.server.responses.items import AnyItem, chat_of, images_in
 from hmt.server.responses.store import ResponseStore, StoredResponse
 
 PATH = "/v1/responses"
@@ -178,16 +189,248 @@ def test_a_custom_tool_takes_text(tooled: FastAPI) -> None:
     assert chat["output"][0]["content"][0]["text"] == "Fine."
 
 
-def test_reasoning_is_an_item(tooled: FastAPI) -> None:
-    """As content, as a summary, and in a form that comes back unread."""
-    model = tooled.state.service.model
-    tokenizer = model.tokenizer
-    template = tokenizer.chat_template if hasattr(tokenizer, "chat_template") else None
-    del template
-    for summary in (None, "auto"):
-        with saying([*tokenizer.encode("<think>Hm, so.</think>It is late."), *tokenizer.eos_ids]):
-            body = {**ASK, "include": ["reasoning.encrypted_content"],
-                    "reasoning": {"summary": summary}}  # fmt: skip
-            done = post(tooled, body)
-            events = streamed(tooled, body)
-        print(done["output"], [e["type"] for e in events])
+@pytest.fixture(scope="module")
+def thinks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FastAPI]:
+    """A server of a model whose template knows where reasoning ends."""
+    folder = tmp_path_factory.mktemp("models") / NAME
+    tooled_model(folder, "<tool_call>", "{% if 0 %}</think>{% endif %}")
+    with hmt.Engine(host_memory="64MiB", context=1024, max_batch=4) as engine:
+        yield app_on(engine.load_model(folder))
+
+
+@pytest.mark.parametrize("summary", [None, "auto"])
+def test_reasoning_is_an_item(thinks: FastAPI, summary: str | None) -> None:
+    """As content or as a summary, and in a form that comes back unread."""
+    tokenizer = thinks.state.service.model.tokenizer
+    thought = "<think>\nHm, so.</think>\n\n" + called(thinks, "clock", "{}")
+    asked = {**ASK, "tools": TOOLS, "include": ["reasoning.encrypted_content"],
+             "reasoning": {"summary": summary}}  # fmt: skip
+    with saying([*tokenizer.encode(thought), *tokenizer.eos_ids]):
+        done = post(thinks, asked)
+        events = streamed(thinks, asked)
+    reasoning, call = done["output"]
+    parts = reasoning["summary"] if summary else reasoning["content"]
+    assert [part["text"] for part in parts] == ["Hm, so."]
+    assert (reasoning["type"], call["type"]) == ("reasoning", "function_call")
+    assert same(events[-1]["response"]["output"], done["output"])
+    used = done["usage"]
+    assert 3 < used["output_tokens_details"]["reasoning_tokens"] < used["output_tokens"]
+    name = "response.reasoning_summary_text." if summary else "response.reasoning_text."
+    deltas = [event["delta"] for event in events if event["type"] == f"{name}delta"]
+    assert "".join(deltas) == "Hm, so." and len(deltas) > 1
+    assert [event["text"] for event in events if event["type"] == f"{name}done"] == ["Hm, so."]
+    unread = {name: reasoning[name] for name in ("type", "encrypted_content")} | {"summary": []}
+    for back in (reasoning, unread):
+        items = TypeAdapter(list[AnyItem]).validate_python([back, call])
+        (message,) = chat_of(None, items)
+        assert message["reasoning_content"] == "Hm, so." and len(message["tool_calls"]) == 1
+
+
+def test_an_answer_that_was_cut_off_is_incomplete(tooled: FastAPI) -> None:
+    body = forced("It is late in the evening.", max_output_tokens=2)
+    done = post(tooled, body)
+    assert done["status"] == done["output"][0]["status"] == "incomplete"
+    assert done["incomplete_details"] == {"reason": "max_output_tokens"}
+    last = streamed(tooled, body)[-1]
+    assert last["type"] == "response.incomplete" and same(last["response"]["output"], done["output"])
+
+
+def test_a_form_and_log_probabilities(tooled: FastAPI) -> None:
+    schema = {"type": "object", "properties": {"hour": {"enum": [1, 2]}}, "required": ["hour"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "name": "time", "schema": schema, "strict": True}
+    body = {**ASK, "text": {"format": form, "verbosity": "low"}, "top_logprobs": 2,
+            "include": ["message.output_text.logprobs"]}  # fmt: skip
+    done = post(tooled, body)
+    (part,) = done["output"][0]["content"]
+    assert json.loads(part["text"])["hour"] in (1, 2)
+    assert "".join(one["token"] for one in part["logprobs"]) == part["text"]
+    assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
+    assert done["text"]["format"] == form
+    events = streamed(tooled, body)
+    (text,) = [e["text"] for e in events if e["type"] == "response.output_text.done"]
+    told = [one for e in events if e["type"] == "response.output_text.delta" for one in e["logprobs"]]
+    assert "".join(one["token"] for one in told) == text
+    assert json.loads(text)["hour"] in (1, 2)
+    loose = post(tooled, {**body, "text": {"format": {"type": "json_object"}}})
+    assert loose["output"][0]["content"][0]["text"].startswith("{")
+
+
+def test_a_failure_in_a_stream_is_its_last_event(
+    tooled: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **named: Any) -> Any:
+        raise ApiError(503, "no more room", kind="server_error")
+
+    monkeypatch.setattr(AnswerParser, "read", fail)
+    events = streamed(tooled, ASK)
+    assert [event["type"] for event in events[2:]] == ["response.failed"]
+    failed = events[-1]["response"]
+    assert failed["status"] == "failed" and failed["output"] == []
+    assert failed["error"] == {"code": "server_error", "message": "no more room"}
+    assert at_rest(tooled.state.service.model)
+
+
+def test_answers_end_when_the_client_goes(tooled: FastAPI) -> None:
+    async def work() -> None:
+        body = {**ASK, "stream": True, "max_output_tokens": 1500, "ignore_eos": True}
+        call = Call(tooled, PATH, body)
+        asked = asyncio.create_task(call.run())
+        await call.wrote.wait()
+        call.gone.set()
+        await asked
+        assert "response.completed" not in call.text
+
+    run(work())
+    assert at_rest(tooled.state.service.model)
+
+
+def test_stored_responses(model: LoadedModel) -> None:
+    """Each key has its own."""
+    keys = KeyRing.of(["the-first-key", "the-second-key"])
+    app = app_on(model, keys=keys)
+
+    async def work() -> None:
+        async with openai(app, "the-first-key") as mine, openai(app, "the-second-key") as others:
+            ask = {"model": SMALL, "input": "Hi", "max_output_tokens": 3}
+            done = await mine.responses.create(**ask, metadata={"topic": "demo"})
+            again = await mine.responses.retrieve(done.id)
+            assert again == done and again.metadata == {"topic": "demo"} and again.store
+            for client, name in ((others, done.id), (mine, "resp_none")):
+                with pytest.raises(NotFoundError, match="there is no response"):
+                    await client.responses.retrieve(name)
+                with pytest.raises(BadRequestError) as error:
+                    await client.responses.create(**ask, previous_response_id=name)
+                assert error.value.code == "previous_response_not_found"
+                with pytest.raises(NotFoundError):
+                    await client.responses.delete(name)
+            item = {"type": "item_reference", "id": done.output[0].id}
+            with pytest.raises(NotFoundError, match="there is no item"):
+                await others.responses.create(**ask | {"input": [item]})
+            with pytest.raises(BadRequestError, match="comes whole"):
+                await mine.responses.retrieve(done.id, stream=True)
+            await mine.responses.delete(done.id)
+            with pytest.raises(NotFoundError):
+                await mine.responses.retrieve(done.id)
+            unstored = await mine.responses.create(**ask, store=False)
+            assert unstored.store is False  # type: ignore[attr-defined]
+            with pytest.raises(NotFoundError):
+                await mine.responses.retrieve(unstored.id)
+        assert len(app.state.responses) == 0
+
+    run(work())
+
+
+def test_what_is_stored_counts_as_sent(model: LoadedModel) -> None:
+    """A conversation that goes on cannot be longer than one that is sent whole."""
+    app = app_on(model, max_body_bytes=20_000)
+
+    async def work() -> None:
+        async with http(app) as client:
+            part = {"role": "user", "content": "word " * 100}
+            body: dict[str, Any] = {"model": SMALL, "input": [part], "max_output_tokens": 1,
+                                    "metadata": {"a": "b" * 9000}}  # fmt: skip
+            done = (await client.post(PATH, json=body)).json()
+            store = app.state.responses
+            entry = store.get("", done["id"])
+            longer = dataclasses.replace(entry, given=b" " * 12_000 + entry.given)
+            store.put("resp_long", longer)
+            refused = await client.post(PATH, json=body | {"previous_response_id": "resp_long"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+
+    run(work())
+
+
+def entry(owner: str, text: str, previous: str | None = None) -> StoredResponse:
+    whole = json.dumps({"output": [{"id": f"msg_{text[:9]}"}]}).encode()
+    return StoredResponse(owner, whole, json.dumps([text]).encode(), previous)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3000), st.booleans()), max_size=40))
+def test_the_store_is_bounded(steps: list[tuple[int, int, bool]]) -> None:
+    """The last ones stay, those that were asked for among them."""
+    store = ResponseStore(most_responses=4, most_bytes=9000)
+    order: list[tuple[str, StoredResponse]] = []
+    for number, (wanted, length, asks) in enumerate(steps):
+        if asks and order:
+            name, kept = order.pop(wanted % len(order))
+            assert store.get("me", name) is kept
+            order.append((name, kept))
+            continue
+        kept = entry("me", f"{number:09}" + "x" * length)
+        store.put(str(number), kept)
+        order.append((str(number), kept))
+        while len(order) > 4 or sum(one.size for _, one in order) > 9000:
+            order.pop(0)
+        assert len(store) == len(order)
+        assert store.held_bytes == sum(one.size for _, one in order)
+        for name, one in order:
+            assert store.item("me", one.output[0]["id"]) == one.output[0], name
+    assert len(store._items) == len(order)
+
+
+def test_a_conversation_stays_together() -> None:
+    store = ResponseStore(most_responses=3)
+    store.put("a", entry("me", "a"))
+    store.put("b", entry("me", "b", "a"))
+    store.put("c", entry("me", "c"))
+    assert [one.given for one in store.before("me", "b")] == [b'["a"]', b'["b"]']
+    store.put("d", entry("me", "d"))  # c was not used since
+    assert len(store.before("me", "b")) == 2
+    with pytest.raises(ApiError, match="no response 'c'"):
+        store.get("me", "c")
+    store.delete("me", "a")
+    with pytest.raises(ApiError, match="send the whole conversation"):
+        store.before("me", "b")
+
+
+def chat(*items: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
+    return chat_of(instructions, TypeAdapter(list[AnyItem]).validate_python(list(items)))
+
+
+def test_items_become_a_chat() -> None:
+    user = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+    begins = {"type": "message", "role": "developer", "content": "Be brief."}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"a": 1}'}
+    other = {"type": "custom_tool_call", "call_id": "d", "name": "p", "input": "x"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "1"}
+    text = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+            "content": [{"type": "output_text", "text": "So.", "annotations": []}]}  # fmt: skip
+    reasoning = {"type": "reasoning", "id": "rs_1", "summary": [],
+                 "content": [{"type": "reasoning_text", "text": "Hm."}]}  # fmt: skip
+    searched = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}}
+    system, asked, answer, output, later = chat(
+        begins, user, reasoning, text, call, searched, other, result, text, instructions="Help."
+    )
+    assert system == {"role": "system", "content": "Help.\n\nBe brief."}
+    assert asked == {"role": "user", "content": "Hi"}
+    assert (answer["content"], answer["reasoning_content"]) == ("So.", "Hm.")
+    assert [(one["id"], one["function"]) for one in answer["tool_calls"]] == [
+        ("c", {"name": "f", "arguments": {"a": 1}}),
+        ("d", {"name": "p", "arguments": {"input": "x"}}),
+    ]
+    assert output == {"role": "tool", "tool_call_id": "c", "content": "1"}
+    assert later == {"role": "assistant", "content": "So."}
+    assert [one["content"] for one in chat(text, text)] == ["So.", "So."]
+    foreign = reasoning | {"content": None, "encrypted_content": "gAAAAA"}
+    assert chat(foreign, text)[0]["reasoning_content"] == ""
+    assert [one["role"] for one in chat(user, begins)] == ["user", "system"]
+
+
+def test_images_of_results_come_after_them() -> None:
+    url = "data:image/png;base64,AAAA"
+    image = {"type": "input_image", "detail": "auto", "image_url": url}
+    results = [
+        {"type": "function_call_output", "call_id": name,
+         "output": [{"type": "input_text", "text": name}, image]}
+        for name in ("a", "b")
+    ]  # fmt: skip
+    user = {"role": "user", "content": [image, {"type": "input_text", "text": "?"}]}
+    items = TypeAdapter(list[AnyItem]).validate_python([*results, user])
+    messages = chat_of(None, items)
+    assert [(one["role"], one["content"]) for one in messages] == [
+        ("tool", "a"), ("tool", "b"),
+        ("user", [{"type": "image"}] * 2),
+        ("user", [{"type": "image"}, {"type": "text", "text": "?"}]),
+    ]  # fmt: skip
+    assert images_in(items) == [base64.b64decode("AAAA")] * 3

@@ -1,10 +1,11 @@
-"""https://openai.github.io/openai-agents-python, with the chat completions API."""
+"""https://openai.github.io/openai-agents-python, with both of its APIs."""
 
 import asyncio
 
 from agents import (
     Agent,
     OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     function_tool,
     set_tracing_disabled,
@@ -28,8 +29,8 @@ def get_weather(city: str, days: int) -> str:
     return "sunny"
 
 
-async def main() -> None:
-    model = OpenAIChatCompletionsModel(model=MODEL, openai_client=AsyncOpenAI(max_retries=0))
+async def check(model: object) -> None:
+    called.clear()
     agent = Agent(name="A", instructions="Be brief.", model=model, tools=[get_weather])
     assert (await Runner.run(agent, QUESTION)).final_output == ANSWER
     result = Runner.run_streamed(agent, QUESTION)
@@ -38,6 +39,16 @@ async def main() -> None:
     assert called == [ARGUMENTS] * 2
     formed = Agent(name="B", model=model, output_type=Weather)
     assert (await Runner.run(formed, FORECAST)).final_output == WEATHER
+
+
+async def main() -> None:
+    client = AsyncOpenAI(max_retries=0)
+    await check(OpenAIChatCompletionsModel(model=MODEL, openai_client=client))
+    await check(OpenAIResponsesModel(model=MODEL, openai_client=client))
+    await check(MODEL)  # as is their default: responses, at OPENAI_BASE_URL
+    agent = Agent(name="A", model=MODEL, tools=[get_weather])
+    going_on = await Runner.run(agent, QUESTION, auto_previous_response_id=True)
+    assert going_on.final_output == ANSWER
 
 
 asyncio.run(main())

@@ -29,3 +29,14 @@ for provider in ("openai", "hosted_vllm"):
         messages=[{"role": "user", "content": FORECAST}],
     )  # fmt: skip
     assert Weather.model_validate_json(formed.choices[0].message.content) == WEATHER
+
+offered: list = [{"type": "function", "name": "get_weather", "parameters": SCHEMA}]
+at = {"model": f"openai/{MODEL}", "api_base": OPENAI, "api_key": "none", "tools": offered}
+first = litellm.responses(**at, input=QUESTION)
+(call,) = first.output
+assert json.loads(call.arguments) == ARGUMENTS
+result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+whole = [{"role": "user", "content": QUESTION}, call.model_dump(exclude_none=True), result]
+parts = [event for event in litellm.responses(**at, input=whole, stream=True)]
+said = [event.delta for event in parts if event.type == "response.output_text.delta"]
+assert "".join(said) == ANSWER and parts[-1].type == "response.completed"

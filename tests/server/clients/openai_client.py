@@ -36,3 +36,28 @@ forced = client.chat.completions.parse(
     model=MODEL, messages=asked, tools=[pydantic_function_tool(Weather)], tool_choice="required"
 )
 assert forced.choices[0].message.tool_calls[0].function.parsed_arguments == WEATHER
+
+# Responses: https://github.com/openai/openai-python/blob/main/README.md and its helpers.md.
+offered: list = [{"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}]
+asking: dict = {"model": MODEL, "tools": offered}
+first = client.responses.create(**asking, input=QUESTION)
+(call,) = first.output
+assert (call.name, json.loads(call.arguments)) == ("get_weather", ARGUMENTS)
+result: dict = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+whole = [{"role": "user", "content": QUESTION}, *first.output, result]
+assert client.responses.create(**asking, input=whole).output_text == ANSWER
+again = client.responses.create(**asking, input=[result], previous_response_id=first.id)
+assert again.output_text == ANSWER and client.responses.retrieve(again.id) == again
+
+with client.responses.stream(**asking, input=QUESTION) as stream:
+    kinds = [event.type for event in stream]
+    (call,) = stream.get_final_response().output
+assert json.loads(call.arguments) == ARGUMENTS
+assert "response.function_call_arguments.done" in kinds
+with client.responses.stream(**asking, input=whole) as stream:
+    said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+assert said == ANSWER
+client.responses.delete(first.id)
+
+formed = client.responses.parse(model=MODEL, input=FORECAST, text_format=Weather)
+assert formed.output_parsed == WEATHER

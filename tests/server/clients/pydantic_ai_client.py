@@ -4,7 +4,7 @@ import asyncio
 
 from given import ANSWER, ARGUMENTS, FORECAST, MODEL, OPENAI, QUESTION, WEATHER, Weather
 from pydantic_ai import Agent, NativeOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 called: list = []
@@ -27,10 +27,12 @@ async def check(model: object) -> None:
 
 
 async def main() -> None:
-    openai = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=OPENAI, api_key="none"))
-    await check(openai)
-    for kind in (Weather, NativeOutput(Weather)):
-        assert (await Agent(openai, output_type=kind).run(FORECAST)).output == WEATHER
+    provider = OpenAIProvider(base_url=OPENAI, api_key="none")
+    for model in (OpenAIChatModel, OpenAIResponsesModel):
+        openai = model(MODEL, provider=provider)
+        await check(openai)
+        for kind in (Weather, NativeOutput(Weather)):
+            assert (await Agent(openai, output_type=kind).run(FORECAST)).output == WEATHER
 
 
 asyncio.run(main())

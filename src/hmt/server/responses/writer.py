@@ -81,14 +81,14 @@ class ResponseWriter:
                 yield from self._tell(self._turn(Message, "msg"))
             yield from self._tell(self._close(self.status))
 
-    def last(self, usage: dict[str, Any]) -> Event:
+    def last(self, usage: dict[str, Any] | None) -> Event:
         """The last event, which has the response."""
         return self._numbered({"type": f"response.{self.status}", "response": self.response(usage)})
 
     def fail(self, error: ApiError) -> Event:
         """The last event of a response that failed."""
         self.status, self.error = "failed", error
-        return self.last({})
+        return self.last(None)
 
     def _tell(self, events: Iterable[Event]) -> Iterator[Event]:
         return map(self._numbered, events)

@@ -1,7 +1,7 @@
 // https://github.com/openai/openai-node and its helpers.md.
 import assert from "node:assert/strict";
 import OpenAI from "openai";
-import { zodFunction, zodResponseFormat } from "openai/helpers/zod";
+import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { ANSWER, ARGUMENTS, FORECAST, MODEL, OPENAI, QUESTION, WEATHER, Parameters, Weather }
   from "./given.mjs";
 
@@ -39,3 +39,20 @@ const forced = await client.chat.completions.parse({
   tool_choice: "required",
 });
 assert.deepEqual(forced.choices[0].message.tool_calls[0].function.parsed_arguments, WEATHER);
+
+// Responses.
+const offered = [{ type: "function", strict: true, ...declared }];
+const first = await client.responses.create({ model: MODEL, input: QUESTION, tools: offered });
+assert.deepEqual(JSON.parse(first.output[0].arguments), ARGUMENTS);
+const input = [{ type: "function_call_output", call_id: first.output[0].call_id, output: "sunny" }];
+const stream = client.responses.stream({
+  model: MODEL, input, tools: offered, previous_response_id: first.id,
+});
+let said = "";
+for await (const event of stream) if (event.type === "response.output_text.delta") said += event.delta;
+assert.equal(said, ANSWER);
+assert.equal((await stream.finalResponse()).output_text, ANSWER);
+const data = await client.responses.parse({
+  model: MODEL, input: FORECAST, text: { format: zodTextFormat(Weather, "weather") },
+});
+assert.deepEqual(data.output_parsed, WEATHER);
