@@ -16,7 +16,6 @@ from hmt.base.units import MIB
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.store import Weights
-from hmt.formats.safetensors import DTYPE_BITS
 from hmt.kernels import ops
 from hmt.quant.methods.interface import Method, QuantizedWeight, Statistics
 from hmt.quant.repacking.bits import DTYPES
@@ -25,7 +24,7 @@ from hmt.quantizing.memory_plan import ROWS_NUMBERS, by_rows
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.published import encoded, sizes
 from hmt.quantizing.report import Error, entry_of, error_of
-from hmt.quantizing.shards import Entries, ShardWriter, read_at
+from hmt.quantizing.shards import Entries, ShardWriter, file_bytes, read_at
 from hmt.quantizing.statistics import Collector, of_all
 from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
@@ -67,7 +66,7 @@ class LayerWriter:
         method, inputs, note = self._chosen(unit, method, found)
         parts: list[QuantizedWeight] = []
         nearest, error = Error(), Error()
-        for rows in _weight_rows(unit, weights, apart=by_rows(unit, method.needs)):
+        for rows in weight_rows(unit, weights, apart=by_rows(unit, method.needs)):
             _check_finite(unit, rows)
             made = _as_stored(method.quantize(rows, inputs, unit.target), unit)
             parts.append(made)
@@ -149,18 +148,15 @@ def entries(work: LayerWork) -> Entries:
 
 
 def shard_bytes(work: LayerWork) -> int:
-    """About what a layer's shard takes."""
-    total = 0
-    for dtype, shape in entries(work).values():
-        total += DTYPE_BITS[dtype] * torch.Size(shape).numel() // 8
-    return total
+    """What a layer's shard takes."""
+    return file_bytes(entries(work))
 
 
 def _alike(place: ParamId, other: ParamId) -> bool:
     return place.block.kind is BlockKind.EXPERT and place.name == other.name
 
 
-def _weight_rows(unit: Unit, weights: Weights, *, apart: bool) -> Iterator[Tensor]:
+def weight_rows(unit: Unit, weights: Weights, *, apart: bool) -> Iterator[Tensor]:
     """The weight in f32, all [outputs, inputs] of it, or some rows after the other."""
     step = max(1, ROWS_NUMBERS // unit.shape[1])
     whole = []
