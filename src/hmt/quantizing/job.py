@@ -60,11 +60,6 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
     if source.pack is not None:
         raise CheckpointError(f"{path} is a pack: quantise the checkpoint that it was made of")
     checkpoint = source.checkpoint
-    if "text_config" in checkpoint.config:
-        raise CheckpointError(
-            f"{path} is a model of text and more, which is not quantised yet: convert it on load, "
-            "with --quant of hmt run"
-        )
     method = open_method(options.method)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
     bound = bind(model.spec, checkpoint)
