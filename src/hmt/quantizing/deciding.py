@@ -5,7 +5,7 @@ compute them in one product.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
@@ -114,9 +114,60 @@ def _mean(lines: Sequence[Measured]) -> Sensitivity | None:
 
 
 def _widths(
-    job: Job, measured: Mapping[str, Measured], kept: Mapping[str, object]
+    job: Job, measured: Mapping[str, Measured], kept: Collection[str]
 ) -> tuple[list[Group], dict[str, Target | str]]:
     """Groups with their bits, and the forms of their modules."""
+    keys, fixed = _groups(job, kept)
+    options = [
+        _options(units, measured, job.options, fixed=given) for (_, _, given), units in keys.items()
+    ]
+    target = job.options.target_bytes or 0
+    found = choose(options, target - fixed)
+    if found is None:
+        raise _too_small(job, fixed + sum(min(o.nbytes for o in some) for some in options))
+    groups, forms = [], dict[str, Target | str]()
+    for (layer, name, _), units, option in zip(keys, keys.values(), found, strict=True):
+        numbers, loss = sum(unit.numbers for unit in units), _digits(option.loss)
+        groups.append(Group(layer, name, option.bits, numbers, option.nbytes, loss))
+        for unit in units:
+            bits = option.bits
+            forms[unit.module] = _ROOM if bits == PUBLISHED else replace(unit.target, bits=bits)
+    return groups, forms
+
+
+def check_size(job: Job) -> None:
+    """Raise ConfigError where no bits give the size that was asked for.  Nothing is read."""
+    target = job.options.target_bytes
+    if target is None:
+        return
+    keys, fixed = _groups(job, ())
+    least = most = fixed
+    for (_, _, given), units in keys.items():
+        for unit in units:
+            bits = unit.target.bits if given else min(job.options.widths)
+            least += _nbytes(unit, bits)
+            most += _nbytes(unit, bits if given else PUBLISHED)
+    if target < least:
+        raise _too_small(job, least)
+    if target >= most:
+        raise ConfigError(
+            f"--target-size {format_bytes(target)}: the model as published takes "
+            f"{format_bytes(most)} ({most} bytes), so nothing would be quantised; give a smaller "
+            "size"
+        )
+
+
+def _too_small(job: Job, least: int) -> ConfigError:
+    return ConfigError(
+        f"--target-size {format_bytes(job.options.target_bytes or 0)}: with "
+        f"{min(job.options.widths)} bits wherever bits are chosen it takes {format_bytes(least)} "
+        f"({least} bytes); allow fewer bits (--widths), larger groups (--group-size), or a larger "
+        "size"
+    )
+
+
+def _groups(job: Job, kept: Collection[str]) -> tuple[dict[tuple[int, str, bool], list[Unit]], int]:
+    """Units by layer, name and whether their bits are given; and the bytes of all else."""
     keys: dict[tuple[int, str, bool], list[Unit]] = {}
     fixed = 0
     for work in job.works:
@@ -129,26 +180,7 @@ def _widths(
             name = f"{unit.input.block.kind}/{unit.input.name}"
             key = work.index, name, _is_fixed(unit, job.options)
             keys.setdefault(key, []).append(unit)
-    options = [
-        _options(units, measured, job.options, fixed=given) for (_, _, given), units in keys.items()
-    ]
-    target = job.options.target_bytes or 0
-    found = choose(options, target - fixed)
-    if found is None:
-        least = fixed + sum(min(o.nbytes for o in some) for some in options)
-        raise ConfigError(
-            f"--target-size {format_bytes(target)}: with {min(job.options.widths)} bits wherever "
-            f"bits are chosen it takes {format_bytes(least)} ({least} bytes); allow fewer bits "
-            "(--widths), larger groups (--group-size), or a larger size"
-        )
-    groups, forms = [], dict[str, Target | str]()
-    for (layer, name, _), units, option in zip(keys, keys.values(), found, strict=True):
-        numbers, loss = sum(unit.numbers for unit in units), _digits(option.loss)
-        groups.append(Group(layer, name, option.bits, numbers, option.nbytes, loss))
-        for unit in units:
-            bits = option.bits
-            forms[unit.module] = _ROOM if bits == PUBLISHED else replace(unit.target, bits=bits)
-    return groups, forms
+    return keys, fixed
 
 
 def _options(

@@ -19,7 +19,7 @@ from hmt.base.units import MIB
 from hmt.contracts.plan import Tier
 from hmt.memory import Ledger
 from hmt.quant.sensitive import SENSITIVE_FILE, sensitive_entries
-from hmt.quantizing.deciding import Decision, decide
+from hmt.quantizing.deciding import Decision, check_size, decide
 from hmt.quantizing.folder import REPORT, PartialFolder
 from hmt.quantizing.job import Job, prepare, with_forms
 from hmt.quantizing.layer_run import LayerRun, Progress
@@ -67,6 +67,7 @@ def quantize(
     is too small, CheckpointError, DiskReadError, DiskWriteError and NumericsError.
     """
     job = prepare(model, options)
+    check_size(job)
     with ExitStack() as stack:
         folder = PartialFolder(out, job.identity(), force=force)
         stack.callback(folder.close)

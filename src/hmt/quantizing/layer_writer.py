@@ -82,7 +82,7 @@ class LayerWriter:
             raise NumericsError(f"{unit.module} has no finite numbers once it is quantised")
         for suffix, numbers in encoded(whole, DTYPES[unit.scales]).items():
             self._shard.write(f"{unit.module}.{suffix}", numbers)
-        tokens = inputs.tokens if found else None
+        tokens = found[unit.input].tokens if found else None
         self._lines.append(entry_of(unit, tokens, nearest, error, note))
 
     def _chosen(self, unit: Unit, method: Method, found: Found) -> tuple[Method, Statistics, str]:
@@ -104,7 +104,7 @@ class LayerWriter:
         everyone = of_all(collector.result() for collector in alike)
         if everyone.tokens < few:
             return self._nearest, inputs, f"{seen}: rounded to nearest"
-        return method, replace(everyone, tokens=inputs.tokens), f"{seen}: statistics of the layer"
+        return method, everyone, f"{seen}: statistics of the layer"
 
     def finish(self, folder: PartialFolder) -> None:
         """Copy all else, and let the report's part and the shard appear.  Raises DiskWriteError."""
