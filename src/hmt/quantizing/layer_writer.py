@@ -19,6 +19,7 @@ from hmt.contracts.store import Weights
 from hmt.kernels import ops
 from hmt.quant.methods.interface import Method, QuantizedWeight, Statistics
 from hmt.quant.repacking.bits import DTYPES
+from hmt.quantizing.experts import Transposed
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.memory_plan import ROWS_NUMBERS, by_rows
 from hmt.quantizing.methods import open_method
@@ -116,6 +117,9 @@ class LayerWriter:
     def _copy(self, record: TensorRecord) -> None:
         if record.dtype == "F8_E4M3":
             self._shard.write(record.name, self._numbers(record))
+            return
+        if isinstance(record, Transposed):
+            self._shard.write(record.name, _turned(record))
             return
         for at, content in _pieces(record):
             self._shard.write_bytes(record.name, at, content)
@@ -220,6 +224,16 @@ def _pieces(record: TensorRecord) -> Iterator[tuple[int, memoryview]]:
         raise CheckpointError(
             f"{record.file} cannot be read ({os_reason(error)}): download it again"
         ) from error
+
+
+def _turned(record: Transposed) -> Tensor:
+    """A matrix that is published transposed."""
+    rows, inputs = record.shape
+    whole = (inputs, record.columns)
+    nbytes = record.nbytes // rows * record.columns
+    published = TensorRecord(record.name, record.dtype, whole, record.file, record.offset, nbytes)
+    columns = slice(record.column, record.column + rows)
+    return _tensor(published, DTYPES[record.dtype])[:, columns].T.contiguous()
 
 
 def _tensor(record: TensorRecord, dtype: torch.dtype) -> Tensor:

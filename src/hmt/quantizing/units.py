@@ -10,6 +10,7 @@ from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.model import ModelSpec
 from hmt.quant import Sensitive
 from hmt.quant.methods.interface import Target
+from hmt.quantizing.experts import expert_module, expert_record
 from hmt.quantizing.options import QuantizeOptions
 from hmt.quantizing.structure import ParamId, leaders
 from hmt.weights.binding import BoundBlock, BoundParam
@@ -139,8 +140,14 @@ def _layer(
                 units.append(found)
                 taken.update(own)
                 continue
+            stack = checkpoint.records[params[0].tensors[0]]
+            module = expert_module(block.id, params[0], stack)
+            if module is not None:  # is written by itself, as all of its stack
+                taken.add(stack.name)
+                record = expert_record(module, block.id, params[0], stack)
+                own = {record.name: record}
             if found:
-                kept[_module(params[0].tensors[0])] = found
+                kept[module or _module(stack.name)] = found
             records |= own
     taken.update(records)
     return LayerWork(index, tuple(units), tuple(_numbers(records.values())), kept)
@@ -170,11 +177,13 @@ def _unit(
     record = checkpoint.records[first.tensors[0]]
     rows = sum(param.spec.shape[0] for param in params)
     columns = first.spec.shape[1]
-    if record.shape != (rows, columns) or not record.name.endswith(_WEIGHT):
+    expert = expert_module(block, first, record)
+    plain = record.shape == (rows, columns) and record.name.endswith(_WEIGHT)
+    if expert is None and not plain:
         return "published in another form than one matrix"
     if any(sensitive.keeps(param.spec, block) for param in params):
         return "named in sensitive_layers.json"
-    module = _module(record.name)
+    module = expert or _module(record.name)
     target = options.target_of(module, columns)
     if target is None:
         return "kept as asked" if columns % max(1, options.target.group_size) == 0 else "its width"
