@@ -18,6 +18,7 @@ from hmt_bench.commands import (
     predictions,
     prefix,
     published,
+    quantize_large,
     soak,
     speculation,
     speculation_check,
@@ -45,6 +46,7 @@ app.command("plans")(plans.plans)
 app.command("predictions")(predictions.predictions)
 app.command("prefix")(prefix.prefix)
 app.command("published")(published.published)
+app.command("quantize-large")(quantize_large.quantize_large)
 app.command("soak")(soak.soak)
 app.command("speculation")(speculation.speculation)
 app.command("speculation-check")(speculation_check.speculation_check)

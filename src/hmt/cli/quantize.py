@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hmt.base.errors import ConfigError
-from hmt.base.units import format_bytes, format_seconds
+from hmt.base.units import format_bytes, format_seconds, parse_bytes
+from hmt.cli.chosen_bits import chosen_lines
 
 if TYPE_CHECKING:
     from hmt.quantizing import Quantized
@@ -49,6 +50,29 @@ def quantize(
             metavar="PATTERN", help="Modules to leave as they are, likewise; may be repeated."
         ),
     ] = None,
+    target_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of all tensors' files, such as 20GiB: bits of integers are chosen for each layer "
+            "by the error that they cause in its output, most for a byte first.",
+        ),
+    ] = None,
+    widths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BITS,...",
+            help="Bits that --target-size chooses from; 2,3,4,5,6,8 when left out.",
+        ),
+    ] = None,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity",
+            help="Measure each weight at the bits asked for, leave those in 16 bits whose outputs "
+            "suffer most, and name them in OUT's sensitive_layers.json.",
+        ),
+    ] = False,
     calibration: Annotated[
         str,
         typer.Option(
@@ -79,7 +103,7 @@ def quantize(
     try:
         with working("opening") as report:
             from hmt.engine import EngineConfig
-            from hmt.quantizing import QuantizeOptions, target_named
+            from hmt.quantizing import WIDTHS, QuantizeOptions, target_named
             from hmt.quantizing import quantize as run
 
             begin = time.perf_counter()
@@ -91,6 +115,9 @@ def quantize(
                 calibration=calibration,
                 sequences=sequences,
                 length=length,
+                sensitivity=sensitivity,
+                target_bytes=None if target_size is None else parse_bytes(target_size),
+                widths=WIDTHS if widths is None else _widths(widths),
                 host_memory_bytes=EngineConfig.resolve(host_memory=host_memory).host_memory_bytes,
             )
             done = run(model.expanduser(), out.expanduser(), options, force=force, progress=report)
@@ -107,6 +134,13 @@ def _bits_of(given: str) -> tuple[str, int]:
     return pattern, int(bits)
 
 
+def _widths(given: str) -> tuple[int, ...]:
+    parts = given.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(f"--widths {given} is no list of bits, such as 3,4,8")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def _print(done: "Quantized", out: Path, seconds: float) -> None:
     from rich.console import Console
 
@@ -121,6 +155,17 @@ def _print(done: "Quantized", out: Path, seconds: float) -> None:
     error = sum(line["error"] for line in weights) / len(weights)
     nearest = sum(line["nearest"] for line in weights) / len(weights)
     console.print(f"mean relative squared error {error:.2e}; rounded to nearest {nearest:.2e}")
+    for line in chosen_lines(done.report.get("groups", [])):
+        console.print(line, soft_wrap=True, markup=False)
+    sensitive = done.report.get("sensitive", [])
+    if sensitive:
+        console.print(f"{len(sensitive)} weights stay in 16 bits (sensitive_layers.json):")
+        for entry in sensitive[:_NAMED]:
+            console.print(
+                f"  {entry['op']} of layer {entry['layer']}: KL {entry['kl']}, R {entry['R']}, "
+                f"energy {entry['energy']}",
+                soft_wrap=True,
+            )
     noted = [line for line in weights if line["note"]]
     if noted:
         console.print(

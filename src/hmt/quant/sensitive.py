@@ -71,17 +71,26 @@ class Sensitive:
 def read_sensitive(folder: Path) -> Sensitive:
     """What the file in `folder` says; nothing without one.  Raises CheckpointError."""
     file = folder / SENSITIVE_FILE
+    return Sensitive(frozenset(_entry(entry, file) for entry in sensitive_entries(folder)))
+
+
+def sensitive_entries(folder: Path) -> list[Any]:
+    """Entries of the file in `folder` as they stand there; none without one.
+
+    Raises CheckpointError where it is no list.
+    """
+    file = folder / SENSITIVE_FILE
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{file} has more than {_MAX_BYTES} bytes: it is no such list")
         entries = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        return Sensitive()
+        return []
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}): write it again") from error
     if not isinstance(entries, list):
         raise CheckpointError(f"{file} holds a JSON {type(entries).__name__}, not a list")
-    return Sensitive(frozenset(_entry(entry, file) for entry in entries))
+    return entries
 
 
 def _entry(entry: Any, file: Path) -> tuple[int, str]:

@@ -1,5 +1,6 @@
 """Quantising a checkpoint layer by layer, in bounded memory, resumable after a kill.
 
+Where sensitivity or bits are to be found, a pass over the layers measures all weights before.
 Each layer's weights are leased and quantised one by one, and written as one shard.  A method that
 wants to know inputs sees those of the calibration sequences: before it is quantised the layer
 computes them from hidden states on disk; what goes into the next layer is computed with the weights
@@ -7,21 +8,26 @@ that were written, so that later layers make up for the errors of earlier ones (
 2210.17323).
 """
 
+import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hmt.base.units import MIB
 from hmt.contracts.plan import Tier
 from hmt.memory import Ledger
-from hmt.quantizing.folder import PartialFolder
-from hmt.quantizing.job import Job, prepare
+from hmt.quant.sensitive import SENSITIVE_FILE, sensitive_entries
+from hmt.quantizing.deciding import Decision, check_size, decide
+from hmt.quantizing.folder import REPORT, PartialFolder
+from hmt.quantizing.job import Job, prepare, with_forms
 from hmt.quantizing.layer_run import LayerRun, Progress
 from hmt.quantizing.layer_writer import shard_bytes
+from hmt.quantizing.measuring import MeasureRun
 from hmt.quantizing.memory_plan import MemoryPlan, plan_memory
 from hmt.quantizing.options import QuantizeOptions
+from hmt.quantizing.units import LayerWork, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +67,42 @@ def quantize(
     is too small, CheckpointError, DiskReadError, DiskWriteError and NumericsError.
     """
     job = prepare(model, options)
+    check_size(job)
     with ExitStack() as stack:
         folder = PartialFolder(out, job.identity(), force=force)
         stack.callback(folder.close)
         plan = _planned(job, folder)
         folder.check_room(_room(job))
         ledger = Ledger({Tier.HOST: options.host_memory_bytes})
-        report = LayerRun(job, plan, folder, ledger, progress).run()
+        if options.measures:
+            decision = decide(job, MeasureRun(job, plan, folder, ledger, progress).run())
+            report = _as_decided(job, decision, plan, folder, ledger, progress)
+        else:
+            report = LayerRun(job, plan, folder, ledger, progress).run()
         written = sum(file.stat().st_size for file in folder.model.glob("*.safetensors"))
         folder.publish()
     read = sum(record.nbytes for record in job.checkpoint.records.values())
     return Quantized(report, read, written, job.tokens, plan)
+
+
+def _as_decided(
+    job: Job,
+    decision: Decision,
+    plan: MemoryPlan,
+    folder: PartialFolder,
+    ledger: Ledger,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Quantise in the forms that were chosen; the report."""
+    decided = with_forms(job, decision.chosen)
+    folder.check_room(_room(decided))
+    report = LayerRun(decided, plan, folder, ledger, progress).run()
+    report |= decision.as_json() | {"calibration_tokens": job.tokens}
+    folder.write_file(folder.model / REPORT, json.dumps(report, indent=1).encode())
+    if job.options.sensitivity:
+        entries = sensitive_entries(job.checkpoint.path) + [dict(e) for e in decision.sensitive]
+        folder.write_file(folder.model / SENSITIVE_FILE, json.dumps(entries, indent=1).encode())
+    return report
 
 
 def _planned(job: Job, folder: PartialFolder) -> MemoryPlan:
@@ -81,10 +112,11 @@ def _planned(job: Job, folder: PartialFolder) -> MemoryPlan:
         job.options.host_memory_bytes,
         job.model.spec,
         job.layouts,
-        job.works,
+        _largest(job),
         job.method.needs,
         job.sequences,
         before,
+        measures=job.options.measures,
     )
     if before is None:
         folder.remember(asdict(plan))
@@ -94,4 +126,17 @@ def _planned(job: Job, folder: PartialFolder) -> MemoryPlan:
 def _room(job: Job) -> int:
     """What the result takes on disk, and hidden states in front of a layer and behind it."""
     hidden = 4 * job.model.spec.hidden_size * job.tokens
-    return sum(map(shard_bytes, job.works)) + 2 * hidden + MIB
+    tensors = job.options.target_bytes or sum(map(shard_bytes, job.works))
+    return tensors + 2 * hidden + MIB
+
+
+def _largest(job: Job) -> list[LayerWork]:
+    """Work as it takes most memory, where bits are still to be chosen."""
+    if job.options.target_bytes is None:
+        return job.works
+    most = max(job.options.widths)
+
+    def widened(unit: Unit) -> Unit:
+        return replace(unit, target=replace(unit.target, bits=max(unit.target.bits, most)))
+
+    return [replace(work, units=tuple(map(widened, work.units))) for work in job.works]

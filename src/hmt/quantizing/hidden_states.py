@@ -97,6 +97,19 @@ class HiddenStates:
                 self._layer(layer, hidden, batch.step, weights)
                 done()
 
+    def samples(self, layer: int, most: int) -> Iterator[tuple[Tensor, Step]]:
+        """What goes into `layer` in up to `most` of its steps, from all over the sequences."""
+        count = min(most, len(self._batches))
+        wanted = {number * len(self._batches) // count for number in range(count)}
+        for number, (batch, hidden) in enumerate(self._inputs(layer)):
+            if number in wanted:
+                yield hidden, batch.step
+
+    def output(self, layer: int, hidden: Tensor, step: Step, weights: Weights) -> Tensor:
+        """What comes out of `layer` for inputs that `samples` gave."""
+        with observed(None), torch.inference_mode():
+            return self._layer(layer, hidden, step, weights)
+
     def _layer(self, layer: int, hidden: Tensor, step: Step, weights: Weights) -> Tensor:
         return self._model.layer(layer, hidden, step, weights, WholeSequences(self._model.spec))
 

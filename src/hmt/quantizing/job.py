@@ -1,7 +1,7 @@
 """What is quantised, and with what: everything that is known before the first weight is read."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from hmt.contracts.model import Model
 from hmt.engine.loading.source import open_source, sensitive_of, target
 from hmt.models import open_model
 from hmt.quant import Scheme
-from hmt.quant.methods.interface import Method
+from hmt.quant.methods.interface import Method, Target
 from hmt.quantizing.calibration_text import BUILTIN, calibration_sequences
 from hmt.quantizing.finishing import identity
 from hmt.quantizing.memory_plan import Layouts
@@ -29,7 +29,7 @@ class Job:
     """One quantisation.
 
     works       by layer, the trunk's last
-    sequences   token ids of calibration; none where the method needs no inputs
+    sequences   token ids of calibration; none where inputs are not looked at
     section     `quantization_config` of the new config.json
     """
 
@@ -60,34 +60,47 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
     if source.pack is not None:
         raise CheckpointError(f"{path} is a pack: quantise the checkpoint that it was made of")
     checkpoint = source.checkpoint
-    if "text_config" in checkpoint.config:
-        raise CheckpointError(
-            f"{path} is a model of text and more, which is not quantised yet: convert it on load, "
-            "with --quant of hmt run"
-        )
     method = open_method(options.method)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
     bound = bind(model.spec, checkpoint)
     layouts = lay_out(bound, target(Scheme()))
     works = plan_work(
-        model.spec, checkpoint, bound, sensitive_of(checkpoint.path, model.spec), options
+        model.spec, checkpoint, bound, sensitive_of(checkpoint.path, model.spec), options, {}
     )
     sequences: list[list[int]] = []
-    if not method.needs and options.calibration != BUILTIN:
+    reads_text = bool(method.needs) or options.measures
+    if not reads_text and options.calibration != BUILTIN:
         raise ConfigError(
             f"--method {options.method} reads no text: leave --calibration {options.calibration} "
             "out, or choose another method"
         )
-    if method.needs:
+    if reads_text:
         if model.spec.kv_sources:
             raise ConfigError(
                 f"layers of {path} share the KV cache of earlier ones, which calibration does not "
-                "keep: --method rtn needs none"
+                "keep: --method rtn needs none, without --sensitivity and --target-size"
             )
         length = min(options.length, model.spec.max_context)
         sequences = calibration_sequences(
             options.calibration, source.tokenizer(), options.sequences, length
         )
+    return Job(checkpoint, model, layouts, works, method, sequences, options, _section(works))
+
+
+def with_forms(job: Job, chosen: Mapping[str, Target | str]) -> Job:
+    """The same with other forms of some modules, or reasons why they stay, once all is measured.
+
+    Raises ConfigError where nothing would be quantised.
+    """
+    spec, checkpoint = job.model.spec, job.checkpoint
+    works = plan_work(
+        spec, checkpoint, bind(spec, checkpoint), sensitive_of(checkpoint.path, spec), job.options,
+        chosen,
+    )  # fmt: skip
+    sequences = job.sequences if job.method.needs else []
+    return replace(job, works=works, sequences=sequences, section=_section(works))
+
+
+def _section(works: list[LayerWork]) -> Mapping[str, Any]:
     modules = {unit.module: unit.target for work in works for unit in work.units}
-    section = quantization_config(modules, (name for work in works for name in work.ignored))
-    return Job(checkpoint, model, layouts, works, method, sequences, options, section)
+    return quantization_config(modules, (name for work in works for name in work.ignored))

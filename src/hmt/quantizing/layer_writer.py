@@ -16,16 +16,16 @@ from hmt.base.units import MIB
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.store import Weights
-from hmt.formats.safetensors import DTYPE_BITS
 from hmt.kernels import ops
 from hmt.quant.methods.interface import Method, QuantizedWeight, Statistics
 from hmt.quant.repacking.bits import DTYPES
+from hmt.quantizing.experts import Transposed
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.memory_plan import ROWS_NUMBERS, by_rows
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.published import encoded, sizes
 from hmt.quantizing.report import Error, entry_of, error_of
-from hmt.quantizing.shards import Entries, ShardWriter, read_at
+from hmt.quantizing.shards import Entries, ShardWriter, file_bytes, read_at
 from hmt.quantizing.statistics import Collector, of_all
 from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
@@ -67,7 +67,7 @@ class LayerWriter:
         method, inputs, note = self._chosen(unit, method, found)
         parts: list[QuantizedWeight] = []
         nearest, error = Error(), Error()
-        for rows in _weight_rows(unit, weights, apart=by_rows(unit, method.needs)):
+        for rows in weight_rows(unit, weights, apart=by_rows(unit, method.needs)):
             _check_finite(unit, rows)
             made = _as_stored(method.quantize(rows, inputs, unit.target), unit)
             parts.append(made)
@@ -83,7 +83,7 @@ class LayerWriter:
             raise NumericsError(f"{unit.module} has no finite numbers once it is quantised")
         for suffix, numbers in encoded(whole, DTYPES[unit.scales]).items():
             self._shard.write(f"{unit.module}.{suffix}", numbers)
-        tokens = inputs.tokens if found else None
+        tokens = found[unit.input].tokens if found else None
         self._lines.append(entry_of(unit, tokens, nearest, error, note))
 
     def _chosen(self, unit: Unit, method: Method, found: Found) -> tuple[Method, Statistics, str]:
@@ -105,7 +105,7 @@ class LayerWriter:
         everyone = of_all(collector.result() for collector in alike)
         if everyone.tokens < few:
             return self._nearest, inputs, f"{seen}: rounded to nearest"
-        return method, replace(everyone, tokens=inputs.tokens), f"{seen}: statistics of the layer"
+        return method, everyone, f"{seen}: statistics of the layer"
 
     def finish(self, folder: PartialFolder) -> None:
         """Copy all else, and let the report's part and the shard appear.  Raises DiskWriteError."""
@@ -117,6 +117,9 @@ class LayerWriter:
     def _copy(self, record: TensorRecord) -> None:
         if record.dtype == "F8_E4M3":
             self._shard.write(record.name, self._numbers(record))
+            return
+        if isinstance(record, Transposed):
+            self._shard.write(record.name, _turned(record))
             return
         for at, content in _pieces(record):
             self._shard.write_bytes(record.name, at, content)
@@ -149,18 +152,15 @@ def entries(work: LayerWork) -> Entries:
 
 
 def shard_bytes(work: LayerWork) -> int:
-    """About what a layer's shard takes."""
-    total = 0
-    for dtype, shape in entries(work).values():
-        total += DTYPE_BITS[dtype] * torch.Size(shape).numel() // 8
-    return total
+    """What a layer's shard takes."""
+    return file_bytes(entries(work))
 
 
 def _alike(place: ParamId, other: ParamId) -> bool:
     return place.block.kind is BlockKind.EXPERT and place.name == other.name
 
 
-def _weight_rows(unit: Unit, weights: Weights, *, apart: bool) -> Iterator[Tensor]:
+def weight_rows(unit: Unit, weights: Weights, *, apart: bool) -> Iterator[Tensor]:
     """The weight in f32, all [outputs, inputs] of it, or some rows after the other."""
     step = max(1, ROWS_NUMBERS // unit.shape[1])
     whole = []
@@ -224,6 +224,16 @@ def _pieces(record: TensorRecord) -> Iterator[tuple[int, memoryview]]:
         raise CheckpointError(
             f"{record.file} cannot be read ({os_reason(error)}): download it again"
         ) from error
+
+
+def _turned(record: Transposed) -> Tensor:
+    """A matrix that is published transposed."""
+    rows, inputs = record.shape
+    whole = (inputs, record.columns)
+    nbytes = record.nbytes // rows * record.columns
+    published = TensorRecord(record.name, record.dtype, whole, record.file, record.offset, nbytes)
+    columns = slice(record.column, record.column + rows)
+    return _tensor(published, DTYPES[record.dtype])[:, columns].T.contiguous()
 
 
 def _tensor(record: TensorRecord, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """How a budget of host memory is shared between weights, statistics and activations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hmt.base.errors import BudgetError
@@ -9,6 +9,7 @@ from hmt.contracts.blocks import TRUNK, BlockId
 from hmt.contracts.model import CHUNK_TOKENS, ModelSpec
 from hmt.kernels.ops import ATTENTION_WORKSPACE_BYTES
 from hmt.quant.methods.interface import Needs
+from hmt.quantizing.measures import sampled_bytes
 from hmt.quantizing.statistics import nbytes as statistics_bytes
 from hmt.quantizing.stores import store_bytes
 from hmt.quantizing.structure import ParamId
@@ -19,10 +20,10 @@ Layouts = Mapping[BlockId, BlockLayout]
 
 # Weights that are rounded at once where rows do not depend on each other.
 ROWS_NUMBERS = 4 * MIB
-# Copies of a weight in f32, its codes, its error, and what that gives: an estimate, not measured.
+# Copies of a weight in f32, its codes, its error, and what that gives: GPTQ is measured to take 20.
 _WEIGHT_BYTES = 24
-# Copies of a Hessian: damped, its factors, its inverse, the factors of that.
-_HESSIAN_BYTES = 16
+# Copies of a Hessian in f64: damped, its factor, the inverse of that; GPTQ is measured to take 37.
+_HESSIAN_BYTES = 40
 _ACTIVATION_COPIES = 3  # plain torch joins parts that kernels write side by side
 
 
@@ -57,21 +58,30 @@ def plan_memory(
     needs: Needs,
     sequences: Sequence[Sequence[int]],
     begun: "MemoryPlan | None" = None,
+    *,
+    measures: bool = False,
 ) -> MemoryPlan:
     """Shares for quantising all `works`.  Raises BudgetError where the budget holds too little.
 
-    begun   shares of the run that this one goes on for: statistics and activations stay, as in
+    measures   whether weights are measured before: see `measuring.py`
+    begun      shares of the run that this one goes on for: statistics and activations stay, as in
             which order inputs are summed up is seen in the last bits
     """
     stores = max(_store_bytes(work, layouts) for work in works)
     work = max(work_bytes(unit, needs) for layer in works for unit in layer.units)
-    if not needs:
+    if measures:
+        work = max(work, *(measuring_bytes(unit) for layer in works for unit in layer.units))
+    if not needs and not measures:
         plan = MemoryPlan(stores, work, 0, 0, 0)
         return _checked(plan, budget)
     longest = max(map(len, sequences))
     one_step = _step_bytes(spec, longest)
-    most = max(_of_layer(layer, needs) for layer in works)
-    least = max(statistics_bytes(needs, unit.shape[1]) for layer in works for unit in layer.units)
+
+    def size(columns: int) -> int:
+        return max(statistics_bytes(needs, columns), sampled_bytes(columns) if measures else 0)
+
+    most = max(_of_layer(layer, size) for layer in works)
+    least = max(size(unit.shape[1]) for layer in works for unit in layer.units)
     minimum = MemoryPlan(stores, work, least, one_step, 1)
     _checked(minimum, budget)
     if begun is not None:
@@ -97,6 +107,14 @@ def work_bytes(unit: Unit, needs: Needs) -> int:
     return _WEIGHT_BYTES * unit.numbers + _HESSIAN_BYTES * hessian
 
 
+def measuring_bytes(unit: Unit) -> int:
+    """What measuring a weight takes besides its block and some inputs.
+
+    The weight in f32, another that is rounded whole, and copies of the rows that are rounded.
+    """
+    return 12 * unit.numbers + _WEIGHT_BYTES * min(unit.numbers, ROWS_NUMBERS)
+
+
 def by_rows(unit: Unit, needs: Needs) -> bool:
     """Whether rows of a weight are quantised apart, with the same result."""
     return not needs and unit.target.kind != "nvfp4"
@@ -104,10 +122,15 @@ def by_rows(unit: Unit, needs: Needs) -> bool:
 
 def statistics_groups(work: LayerWork, needs: Needs, most: int) -> list[list[Unit]]:
     """A layer's units, in groups of which the statistics take `most` bytes."""
+    return groups_within(work, most, lambda columns: statistics_bytes(needs, columns))
+
+
+def groups_within(work: LayerWork, most: int, size: Callable[[int], int]) -> list[list[Unit]]:
+    """A layer's units in groups: what `size` says of their inputs' widths is `most` together."""
     groups: list[list[Unit]] = []
     held: dict[ParamId, int] = {}
     for unit in work.units:
-        own = statistics_bytes(needs, unit.shape[1])
+        own = size(unit.shape[1])
         if not groups or (unit.input not in held and sum(held.values()) + own > most):
             groups.append([])
             held = {}
@@ -116,11 +139,8 @@ def statistics_groups(work: LayerWork, needs: Needs, most: int) -> list[list[Uni
     return groups
 
 
-def _of_layer(work: LayerWork, needs: Needs) -> int:
-    return sum(
-        statistics_bytes(needs, columns)
-        for columns in {unit.input: unit.shape[1] for unit in work.units}.values()
-    )
+def _of_layer(work: LayerWork, size: Callable[[int], int]) -> int:
+    return sum(map(size, {unit.input: unit.shape[1] for unit in work.units}.values()))
 
 
 def _store_bytes(work: LayerWork, layouts: Layouts) -> int:

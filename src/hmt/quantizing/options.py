@@ -10,6 +10,7 @@ from hmt.quant.methods.interface import Target
 
 KINDS: Final = ("int", "nvfp4", "mxfp4")
 _GROUPS: Final = {"nvfp4": 16, "mxfp4": 32}
+WIDTHS: Final = (2, 3, 4, 5, 6, 8)
 _SMALLER: Final = (128, 64, 32, 16)  # groups, where the one that was asked for divides no row
 
 
@@ -25,6 +26,10 @@ class QuantizeOptions:
     sequences     of calibration
     length        tokens of each
     host_memory_bytes   for weights, statistics and activations
+    sensitivity   measure each weight, and leave those as published that suffer most
+    target_bytes  of all tensors' files: bits of integers are chosen by measured loss; None: they
+                  are the target's
+    widths        bits that are chosen from
     """
 
     method: str = "rtn"
@@ -35,6 +40,9 @@ class QuantizeOptions:
     sequences: int = 128
     length: int = 512
     host_memory_bytes: int = 4 << 30
+    sensitivity: bool = False
+    target_bytes: int | None = None
+    widths: tuple[int, ...] = WIDTHS
 
     def __post_init__(self) -> None:
         check_target(self.target)
@@ -48,11 +56,35 @@ class QuantizeOptions:
             check_target(replace(self.target, bits=bits))
         for pattern in self.keep:
             _check_pattern(pattern)
+        self._check_widths()
         if self.sequences < 1 or self.length < 32:
             raise ConfigError(
                 f"{self.sequences} sequences of {self.length} tokens: calibration takes at least "
                 "one sequence, of 32 tokens or more"
             )
+
+    def _check_widths(self) -> None:
+        if self.target_bytes is None:
+            if self.widths != WIDTHS:
+                raise ConfigError(
+                    f"--widths {','.join(map(str, self.widths))} are what bits are chosen from: "
+                    "give --target-size too"
+                )
+            return
+        if self.target.kind != "int":
+            raise ConfigError(
+                f"--target-size chooses bits of integers, and {self.target.kind} has 4: leave one "
+                "of them out"
+            )
+        if not self.widths:
+            raise ConfigError("--widths names none: give some from 2 to 8, such as 3,4,8")
+        for bits in self.widths:
+            check_target(replace(self.target, bits=bits))
+
+    @property
+    def measures(self) -> bool:
+        """Whether weights are measured before the first is quantised."""
+        return self.sensitivity or self.target_bytes is not None
 
     def target_of(self, module: str, columns: int) -> Target | None:
         """The form of a module's weight with `columns` inputs; None: it stays as published.

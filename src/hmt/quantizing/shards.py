@@ -26,33 +26,16 @@ class ShardWriter:
         """Begin it anew.  Raises DiskWriteError.  Must be finished or closed."""
         self._path = path
         self._partial = path.with_name(path.name + _PARTIAL)
-        self._at: dict[str, tuple[int, int]] = {}
-        header, end = self._header(entries)
+        header, self._at, end = _layout(entries)
         self._unsynced = 0
         with writing(f"writing {self._partial}"):
             self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
             try:
                 write_at(self._file, memoryview(header), 0)
-                os.ftruncate(self._file, len(header) + end)
+                os.ftruncate(self._file, end)
             except BaseException:
                 os.close(self._file)
                 raise
-
-    def _header(self, entries: Entries) -> tuple[bytes, int]:
-        """The header's bytes, and those of all numbers; wide numbers come first, so all align."""
-        ordered = sorted(entries, key=lambda name: (-DTYPE_BITS[entries[name][0]], name))
-        said: dict[str, Any] = {}
-        end = 0
-        for name in ordered:
-            dtype, shape = entries[name]
-            begin, end = end, end + prod(shape) * DTYPE_BITS[dtype] // 8
-            said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
-        text = json.dumps({"__metadata__": {"format": "pt"}} | said).encode()
-        text += b" " * (-len(text) % 64 + 56)  # numbers begin at a multiple of 64
-        for name, entry in said.items():
-            begin, stop = entry["data_offsets"]
-            self._at[name] = (8 + len(text) + begin, stop - begin)
-        return len(text).to_bytes(8, "little") + text, end
 
     def write(self, name: str, numbers: Tensor) -> None:
         """All of tensor `name`.  Raises DiskWriteError."""
@@ -81,6 +64,33 @@ class ShardWriter:
     def close(self) -> None:
         """Close the file; one that is not finished stays, and is begun anew the next time."""
         os.close(self._file)
+
+
+def file_bytes(entries: Entries) -> int:
+    """What a file of `entries` takes."""
+    return _layout(entries)[2]
+
+
+def _layout(entries: Entries) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """The header, (first byte, bytes) of each tensor, and the file's end.
+
+    Wide numbers come first, so that all are aligned.
+    """
+    ordered = sorted(entries, key=lambda name: (-DTYPE_BITS[entries[name][0]], name))
+    said: dict[str, Any] = {}
+    end = 0
+    for name in ordered:
+        dtype, shape = entries[name]
+        begin, end = end, end + prod(shape) * DTYPE_BITS[dtype] // 8
+        said[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}} | said).encode()
+    text += b" " * (-len(text) % 64 + 56)  # numbers begin at a multiple of 64
+    first = 8 + len(text)
+    places = {}
+    for name, entry in said.items():
+        begin, stop = entry["data_offsets"]
+        places[name] = (first + begin, stop - begin)
+    return len(text).to_bytes(8, "little") + text, places, first + end
 
 
 def write_at(file: int, content: memoryview, at: int) -> None:

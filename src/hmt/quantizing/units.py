@@ -10,6 +10,7 @@ from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.model import ModelSpec
 from hmt.quant import Sensitive
 from hmt.quant.methods.interface import Target
+from hmt.quantizing.experts import expert_module, expert_record
 from hmt.quantizing.options import QuantizeOptions
 from hmt.quantizing.structure import ParamId, leaders
 from hmt.weights.binding import BoundBlock, BoundParam
@@ -71,9 +72,11 @@ def plan_work(
     bound: Mapping[BlockId, BoundBlock],
     sensitive: Sensitive,
     options: QuantizeOptions,
+    chosen: Mapping[str, Target | str],
 ) -> list[LayerWork]:
     """Work by layer, in order, and that of the trunk last.
 
+    chosen   forms of modules where they are not the options', or why a module stays
     Raises CheckpointError where the checkpoint is quantised already in a way that is not read as
     numbers, and ConfigError where nothing would be quantised.
     """
@@ -83,7 +86,7 @@ def plan_work(
     works = []
     for index in range(spec.layers):
         mine = [block for block in bound.values() if block.id.layer == index]
-        works.append(_layer(index, mine, blocks, checkpoint, sensitive, options, taken))
+        works.append(_layer(index, mine, blocks, checkpoint, sensitive, options, chosen, taken))
     rest = [record for name, record in checkpoint.records.items() if name not in taken]
     kept = {}
     for block in bound.values():
@@ -121,6 +124,7 @@ def _layer(
     checkpoint: Checkpoint,
     sensitive: Sensitive,
     options: QuantizeOptions,
+    chosen: Mapping[str, Target | str],
     taken: set[str],
 ) -> LayerWork:
     units: list[Unit] = []
@@ -131,13 +135,19 @@ def _layer(
         for params in _by_tensor(block):
             names = [name for param in params for name in param.tensors]
             own = {name: checkpoint.records[name] for name in names if name not in taken}
-            found = _unit(block.id, params, leading, checkpoint, sensitive, options)
+            found = _unit(block.id, params, leading, checkpoint, sensitive, options, chosen)
             if isinstance(found, Unit):
                 units.append(found)
                 taken.update(own)
                 continue
+            stack = checkpoint.records[params[0].tensors[0]]
+            module = expert_module(block.id, params[0], stack)
+            if module is not None:  # is written by itself, as all of its stack
+                taken.add(stack.name)
+                record = expert_record(module, block.id, params[0], stack)
+                own = {record.name: record}
             if found:
-                kept[_module(params[0].tensors[0])] = found
+                kept[module or _module(stack.name)] = found
             records |= own
     taken.update(records)
     return LayerWork(index, tuple(units), tuple(_numbers(records.values())), kept)
@@ -158,6 +168,7 @@ def _unit(
     checkpoint: Checkpoint,
     sensitive: Sensitive,
     options: QuantizeOptions,
+    chosen: Mapping[str, Target | str],
 ) -> Unit | str:
     """What is quantised; else why a linear layer is not, or "" where it is none."""
     first = params[0]
@@ -166,20 +177,25 @@ def _unit(
     record = checkpoint.records[first.tensors[0]]
     rows = sum(param.spec.shape[0] for param in params)
     columns = first.spec.shape[1]
-    if record.shape != (rows, columns) or not record.name.endswith(_WEIGHT):
+    expert = expert_module(block, first, record)
+    plain = record.shape == (rows, columns) and record.name.endswith(_WEIGHT)
+    if expert is None and not plain:
         return "published in another form than one matrix"
     if any(sensitive.keeps(param.spec, block) for param in params):
         return "named in sensitive_layers.json"
-    module = _module(record.name)
+    module = expert or _module(record.name)
     target = options.target_of(module, columns)
     if target is None:
         return "kept as asked" if columns % max(1, options.target.group_size) == 0 else "its width"
+    form = chosen.get(module, target)
+    if isinstance(form, str):
+        return form
     params = sorted(params, key=lambda param: param.spec.rows or (0, 0))
     places = tuple(ParamId(block, param.spec.name) for param in params)
     # Methods give scales that bf16 has; f16 has not all of them.
     scales = "F32" if record.dtype == "F32" else "BF16"
     leader = ParamId(block, leading[places[0].name])
-    return Unit(module, (rows, columns), places, leader, target, scales)
+    return Unit(module, (rows, columns), places, leader, form, scales)
 
 
 def _module(tensor: str) -> str:

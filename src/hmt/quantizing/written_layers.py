@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hmt.contracts.blocks import BlockId
+from hmt.contracts.blocks import TRUNK, BlockId
 from hmt.engine.loading.source import target
 from hmt.formats.quantized import find_forms
 from hmt.formats.safetensors import read_header
@@ -20,11 +20,15 @@ def written_layouts(job: Job, work: LayerWork, shard: Path) -> Layouts:
     config = {**job.checkpoint.config, "quantization_config": dict(job.section)}
     records = read_header(shard)
     forms = find_forms(shard.parent, config, None, records)
+    # With what belongs to no layer, as published: by its embedding's name others are found.
+    rest = {record.name: record for record in job.works[-1].copied}
     written = replace(
-        job.checkpoint, path=shard.parent, config=config, records=records, fp8_tile=None,
+        job.checkpoint, path=shard.parent, config=config, records={**rest, **records},
         forms=forms.forms, spare=frozenset(forms.spare),
     )  # fmt: skip
-    blocks = tuple(block for block in job.model.spec.blocks if block.id.layer == work.index)
+    members = (work.index, TRUNK)
+    blocks = tuple(block for block in job.model.spec.blocks if block.id.layer in members)
     bound = bind(replace(job.model.spec, blocks=blocks), written)
-    found: dict[BlockId, Any] = lay_out(bound, target(Scheme()))
-    return found
+    mine = {block: found for block, found in bound.items() if block.layer == work.index}
+    laid_out: dict[BlockId, Any] = lay_out(mine, target(Scheme()))
+    return laid_out
