@@ -5,6 +5,7 @@ from collections.abc import Collection
 import torch
 
 from hmt.kvcache.page_table import Ints
+from hmt.memory.device import sent
 
 
 class BlockTables:
@@ -21,7 +22,7 @@ class BlockTables:
         """`numbers` [n], which the caller replaces and never changes in place."""
         known = self._tables.get(sequence)
         if known is None or known[0] is not numbers:
-            known = numbers, torch.tensor(numbers, dtype=torch.int64, device=self._where)
+            known = numbers, sent(torch.tensor(numbers, dtype=torch.int64), self._where)
             self._tables[sequence] = known
         return known[1]
 

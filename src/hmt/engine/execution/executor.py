@@ -27,6 +27,7 @@ from hmt.engine.outputs.prompt_outputs import (
     PromptOutputSource,
 )
 from hmt.kernels.ops import LogitStats
+from hmt.memory.device import sent
 
 
 class DeviceStages:
@@ -80,8 +81,8 @@ class DeviceStages:
             assert device is not None
             step, where = self._steps[None], self._devices[device].where
             tensors = step.token_ids, step.positions, step.logit_rows
-            ids, positions, rows = (tensor.to(where, non_blocking=True) for tensor in tensors)
-            axes = None if step.axes is None else step.axes.to(where, non_blocking=True)
+            ids, positions, rows = (sent(tensor, where) for tensor in tensors)
+            axes = None if step.axes is None else sent(step.axes, where)
             self._steps[device] = Step(
                 ids, positions, step.segments, rows,
                 axes=axes, image_rows=step.image_rows, layer_features=step.layer_features,

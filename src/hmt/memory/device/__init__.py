@@ -5,6 +5,7 @@ from hmt.memory.device.factory import (
     gpu_is_usable,
     host_buffer,
     open_device,
+    sent,
     wait_for_stream,
 )
 from hmt.memory.device.fake import FakeDevice

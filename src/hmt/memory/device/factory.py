@@ -33,6 +33,18 @@ def host_buffer(shape: Sequence[int], dtype: torch.dtype, where: torch.device) -
     return torch.empty(shape, dtype=dtype, pin_memory=where.type != "cpu")
 
 
+def sent(tensor: torch.Tensor, where: torch.device) -> torch.Tensor:
+    """A tensor of host memory on the device `where`, as its current stream comes to it.
+
+    Through pinned memory, so that the CPU does not wait: from other memory the driver copies when
+    the stream gets there, and a queue behind another device's is long.
+    """
+    if where.type == "cpu":
+        return tensor
+    staged = host_buffer(tensor.shape, tensor.dtype, where)
+    return staged.copy_(tensor).to(where, non_blocking=True)
+
+
 def current_device(where: torch.device) -> AbstractContextManager[None]:
     """In the body, kernels are launched on the device `where`, on its current stream."""
     if where.type == "cpu":

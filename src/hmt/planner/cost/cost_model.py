@@ -346,7 +346,8 @@ class _Step:
     def _sum(self, work: _Work) -> StepCost:
         cpu, gpu = self.machine.cpu, self.device.compute
         host_s = cpu.step_overhead_s + self.sequences * cpu.sequence_overhead_s
-        link_s = over(work.link_ahead_bytes, self.loads.links * self.device.link_rate)
+        links = self.loads.links if self.prefill else 1  # in decode steps rows come in turn
+        link_s = over(work.link_ahead_bytes, links * self.device.link_rate)
         cpu_s, link_s = self._at_once(work.cpu_s, work.cpu_reading_s, link_s)
         link_s += work.link_experts_s
         disk_s = self._disk_s(work.disk_ahead_bytes) + work.disk_experts_s

@@ -157,7 +157,7 @@ class Workload:
     row_bytes         read from the disk for each token, of tables
     kv                where attention's positions lie
     prefetch_experts  whether experts are read from the disk on a guess
-    links             that copy at once: devices' rows of layers are cut so that all have as much
+    links             that copy at once for steps of prompts: rows of layers are cut for that
     """
 
     layers: list[LayerWork]

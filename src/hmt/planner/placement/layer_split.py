@@ -1,8 +1,9 @@
 """Which layers each of several devices gets: a row of neighbours each, the first ones the first.
 
-Layers come one after the other, but every device's link copies what does not stay there all the
-time.  So a step takes as long as the slowest device needs for its row, and rows are cut where that
-is least: the time that the device reads its memory, and that its link carries what has no room.
+Steps of a long prompt follow each other through the rows, so each takes as long as the slowest
+device needs for its row, and rows are cut where that is least: the time that the device reads its
+memory, and that its link carries what has no room.  A decode step computes rows in turn: what
+counts there is that all memory is used, which such cuts do as well.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ def shares_of_devices(
     for index, layers in enumerate(split_layers(rooms, machine)):
         try:
             share, stays, those = share_of_device(
-                demand, device_bytes[index], _seen_by(machine, index, len(rooms)), chunk=chunk,
+                demand, device_bytes[index], _seen_by(machine, index), chunk=chunk,
                 context=context, host_bytes=host_bytes, part=DevicePart(index, layers),
             )  # fmt: skip
         except BudgetError as error:
@@ -109,14 +110,10 @@ def rates_of(machine: Machine, index: int) -> DeviceRates | None:
     return machine.devices[index] if index < len(machine.devices) else None
 
 
-def _seen_by(machine: Machine, index: int, count: int) -> Machine:
-    """The machine as one of `count` devices has it: the CPU's memory feeds as many links."""
+def _seen_by(machine: Machine, index: int) -> Machine:
+    """The machine as one of its devices has it: while its row computes, the others wait."""
     rates = rates_of(machine, index)
-    if rates is None:
-        return replace(machine, devices=())
-    own = replace(rates, shared_cpu_rate=rates.shared_cpu_rate / count)
-    cpu = replace(machine.cpu, read_rate=machine.cpu.read_rate / count)
-    return replace(machine, cpu=cpu, devices=(own,))
+    return replace(machine, devices=() if rates is None else (rates,))
 
 
 @dataclass(frozen=True)
