@@ -12,6 +12,7 @@ from hmt.engine import LoadedModel
 
 TEXT = "/v1/completions"
 EMBED = "/v1/embeddings"
+ITEMS = "/v1/responses"
 TOOL = {"type": "function", "function": {"name": "a"}}
 MESSAGE = [{"role": "user", "content": "Hi"}]
 
@@ -26,6 +27,10 @@ def text(**fields: Any) -> dict[str, Any]:
 
 def embed(**fields: Any) -> dict[str, Any]:
     return {"model": NAME, "input": "Hi", **fields}
+
+
+def items(*given: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": NAME, "input": list(given) or "Hi", **fields}
 
 
 def said(content: Any, role: Any = "user", **fields: Any) -> dict[str, Any]:
@@ -196,6 +201,61 @@ TABLE: list[tuple[str, Any, str | None, str]] = [
     (EMBED, embed(encoding_format="hex"), "encoding_format", "invalid_value"),
     (EMBED, embed(pooling="max"), "pooling", "invalid_value"),
     (EMBED, embed(truncate=True), "truncate", "unsupported"),
+    # Responses.
+    (ITEMS, {"model": NAME}, "input", "invalid_value"),
+    (ITEMS, items(input=""), "input", "invalid_value"),
+    (ITEMS, items(input=[]), "input", "invalid_value"),
+    (ITEMS, items(input=5), "input", "invalid_type"),
+    (ITEMS, items("Hi"), "input[0]", "invalid_type"),
+    (ITEMS, items({"role": "user"}), "input[0].content", "missing_required_parameter"),
+    (ITEMS, items({"role": "robot", "content": "Hi"}), "input[0].role", "invalid_value"),
+    (ITEMS, items({"role": "user", "content": [{"type": "input_text"}]}),
+     "input[0].content[0].text", "missing_required_parameter"),
+    (ITEMS, items({"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}),
+     "input[0].content[0].file_id", "unsupported"),
+    (ITEMS, items({"role": "user", "content": [{"type": "input_audio"}]}),
+     "input[0].content[0].type", "unsupported"),
+    (ITEMS, items({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}),
+     "input[0].content[0].image_url", "invalid_value"),
+    (ITEMS, items({"role": "user", "content": "Hi"}, {"type": "computer_call"}), "input[1].type",
+     "unsupported"),
+    (ITEMS, items({"type": "function_call", "name": "f"}), "input[0].call_id",
+     "missing_required_parameter"),
+    (ITEMS, items({"type": "function_call", "call_id": "c", "name": "f"}), "input[0].arguments",
+     "missing_required_parameter"),
+    (ITEMS, items({"type": "function_call_output", "call_id": "c"}), "input[0].output",
+     "missing_required_parameter"),
+    (ITEMS, items({"role": "user", "content": "Hi", "contnt": 1}), "input[0].contnt",
+     "unknown_parameter"),
+    (ITEMS, items(input="word " * 5000), "input", "context_length_exceeded"),
+    (ITEMS, items(previous_response_id="resp_0"), "previous_response_id",
+     "previous_response_not_found"),
+    (ITEMS, items(previous_response_id=5), "previous_response_id", "invalid_type"),
+    (ITEMS, items(max_output_tokens=0), "max_output_tokens", "invalid_value"),
+    (ITEMS, items(max_tokens=5), "max_tokens", "unsupported"),
+    (ITEMS, items(messages=MESSAGE), "messages", "unsupported"),
+    (ITEMS, items(background=True), "background", "unsupported"),
+    (ITEMS, items(conversation="conv_1"), "conversation", "unsupported"),
+    (ITEMS, items(truncation="auto"), "truncation", "unsupported"),
+    (ITEMS, items(store="yes"), "store", "invalid_type"),
+    (ITEMS, items(metadata={"a": []}), "metadata.a", "invalid_type"),
+    (ITEMS, items(reasoning={"effort": "much"}), "reasoning.effort", "invalid_value"),
+    (ITEMS, items(tools=[{"type": "function", "name": "f"}]), "tools", "unsupported"),
+    (ITEMS, items(tools=[{"type": "function"}]), "tools[0].name", "missing_required_parameter"),
+    (ITEMS, items(tools=[{"type": "mcp", "server_label": "x"}]), "tools[0].type", "unsupported"),
+    (ITEMS, items(tools=[{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]),
+     "tools[0].tools[0].name", "missing_required_parameter"),
+    (ITEMS, items(tool_choice="required"), "tool_choice", "invalid_value"),
+    (ITEMS, items(tools=[{"type": "function", "name": "f"}],
+                  tool_choice={"type": "function", "name": "g"}), "tool_choice", "invalid_value"),
+    (ITEMS, items(tools=[{"type": "function", "name": "f"}], tool_choice={"type": "mcp"}),
+     "tool_choice.type", "unsupported"),
+    (ITEMS, items(text={"format": {"type": "json_schema"}}), "text.format.schema",
+     "invalid_value"),
+    (ITEMS, items(text={"format": {"type": "json_schema", "name": "n",
+                                   "schema": {"type": "nothing"}}}), "text.format",
+     "invalid_value"),
+    (ITEMS, b'{"model": "mini-dense", "input": "\\ud800"}', "input", "invalid_value"),
     # Tokens.
     ("/tokenize", {}, "prompt", "invalid_value"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGE}, "prompt", "invalid_value"),
@@ -210,6 +270,9 @@ OTHERS: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", CHAT, {"content": b'{"model": "\\ud800", "messages": [{"role":"user","content":"a"}]}',
                     "headers": {"content-type": "application/json"}}, 404, "model_not_found"),
     ("GET", "/v1/models/other", {}, 404, "model_not_found"),
+    ("GET", "/v1/responses/resp_0", {}, 404, "response_not_found"),
+    ("DELETE", "/v1/responses/resp_0", {}, 404, "response_not_found"),
+    ("POST", ITEMS, {"json": {"model": NAME, "input": [{"id": "msg_0"}]}}, 404, "item_not_found"),
     ("POST", "/tokenize", {"json": {"prompt": "a", "model": "b"}}, 404, "model_not_found"),
     ("GET", "/v1/nothing", {}, 404, "unknown_url"),
     ("POST", "/v1/images/generations", {"json": {"model": NAME}}, 404, "unknown_url"),

@@ -9,6 +9,7 @@ from typing import Any, NotRequired, Required
 import anthropic.types as anthropic_types
 import anthropic.types.beta as beta_types
 import openai.types.chat as openai_types
+import openai.types.responses as response_types
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_create_params as beta_params
@@ -16,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params, response_input_item_param
+from openai.types.shared_params import Reasoning as TheirReasoning
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import is_typeddict
 
@@ -36,6 +39,16 @@ from hmt.server.fields import Fields, nearest
 from hmt.server.openai.messages import Message, Part
 from hmt.server.openai.schemas import ChatBody, CompletionBody, EmbeddingsBody, StreamOptions
 from hmt.server.openai.tools import Tool
+from hmt.server.responses.items import (
+    CallItem,
+    InputPart,
+    ItemReference,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+)
+from hmt.server.responses.schemas import Reasoning, ResponsesBody, TextConfig, TextFormat
+from hmt.server.responses.tools import CustomTool, FunctionTool, NamespaceTool
 
 # The schema of each official request, and of its variants that hold only text.
 REQUESTS = [
@@ -48,6 +61,21 @@ REQUESTS = [
     (message_create_params.MessageCreateParamsStreaming, MessagesBody),
     (beta_params.MessageCreateParamsNonStreaming, MessagesBody),
     (message_count_tokens_params.MessageCountTokensParams, Counted),
+    (response_create_params.ResponseCreateParamsNonStreaming, ResponsesBody),
+    (response_create_params.ResponseCreateParamsStreaming, ResponsesBody),
+    (response_types.EasyInputMessageParam, MessageItem),
+    (response_input_item_param.Message, MessageItem),
+    (response_types.ResponseOutputMessageParam, MessageItem),
+    (response_types.ResponseFunctionToolCallParam, CallItem),
+    (response_types.ResponseCustomToolCallParam, CallItem),
+    (response_input_item_param.FunctionCallOutput, OutputItem),
+    (response_types.ResponseCustomToolCallOutputParam, OutputItem),
+    (response_types.ResponseReasoningItemParam, ReasoningItem),
+    (response_input_item_param.ItemReference, ItemReference),
+    (response_types.FunctionToolParam, FunctionTool),
+    (response_types.CustomToolParam, CustomTool),
+    (response_types.NamespaceToolParam, NamespaceTool),
+    (response_types.ResponseFormatTextJSONSchemaConfigParam, TextFormat),
 ]
 # What the server cannot do at all; every other member of a union is tried.
 NOT_SERVED = (
@@ -113,7 +141,12 @@ def is_sound(kind: type[Fields], body: dict[str, Any]) -> bool:
     """Whether a body is as the documents want it where the types leave it open.
 
     Anthropic's messages have content, thoughts and calls are the assistant's, results the user's.
+    A response has a model and input, a result its call.
     """
+    if issubclass(kind, ResponsesBody):
+        return bool(body.get("model") and body.get("input"))
+    if issubclass(kind, OutputItem):
+        return body.get("call_id") is not None
     if not issubclass(kind, Counted):
         return True
     speakers = {"thinking": "assistant", "redacted_thinking": "assistant",
@@ -156,6 +189,11 @@ PARTS = [
     (beta_types.BetaToolUseBlockParam, ToolUseBlock),
     (beta_types.BetaToolResultBlockParam, ToolResultBlock),
     (beta_types.BetaThinkingConfigEnabledParam, Thinking),
+    (response_types.ResponseInputTextParam, InputPart),
+    (response_types.ResponseInputImageParam, InputPart),
+    (response_types.ResponseOutputTextParam, InputPart),
+    (response_types.ResponseTextConfigParam, TextConfig),
+    (TheirReasoning, Reasoning),
 ]
 
 
@@ -290,6 +328,25 @@ def test_what_would_change_the_answer_is_refused(
     (told,) = error.value.errors()
     assert (told["type"], told["ctx"]["param"]) == ("unsupported", param)
     assert len(told["msg"]) > 10
+
+
+RESPONSE = {"model": "m", "input": "Hi"}
+SEARCH = {"type": "web_search", "external_web_access": True}
+ITEMS_ACCEPTED: list[dict[str, Any]] = [
+    # As Codex and the AI SDK send them.
+    {"store": False, "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"},
+     "prompt_cache_key": "k", "client_metadata": {"a": "b"}, "tool_choice": "auto"},
+    {"tools": [SEARCH, {"type": "image_generation", "output_format": "png"}]},
+    {"truncation": "disabled", "background": False, "metadata": {"n": 1}, "conversation": None},
+    {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x"}]},
+               {"type": "web_search_call", "id": "w", "status": "completed"}]},
+    {"input": None, "previous_response_id": "resp_1"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields_", ITEMS_ACCEPTED, ids=str)
+def test_what_must_be_accepted_of_responses(fields_: dict[str, Any]) -> None:
+    ResponsesBody.model_validate(RESPONSE | fields_)
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [

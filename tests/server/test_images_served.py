@@ -75,6 +75,27 @@ def test_anthropics_client_sends_blocks(sees: FastAPI, seeing: LoadedModel) -> N
     run(work())
 
 
+def test_responses_take_images(sees: FastAPI, seeing: LoadedModel) -> None:
+    """Of the user, and of what tools bring; also where the conversation goes on."""
+    expected = wanted(seeing, [TEXT, {"type": "image"}])
+    text = {"type": "input_text", "text": TEXT["text"]}
+    image = {"type": "input_image", "image_url": f"data:image/png;base64,{DATA}", "detail": "auto"}
+
+    async def work() -> None:
+        async with openai(sees) as client:
+            ask: dict[str, Any] = {"model": NAME, "max_output_tokens": 6, "temperature": 0}
+            message = {"role": "user", "content": [text, image]}
+            done = await client.responses.create(**ask, input=[message])
+            assert done.output_text == expected.text
+            assert done.usage.input_tokens == expected.prompt_tokens
+            again = await client.responses.create(
+                **ask, input="And now?", previous_response_id=done.id
+            )
+            assert again.usage.input_tokens > expected.prompt_tokens
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -25,7 +25,8 @@ def test_no_request_makes_the_server_fail(model: LoadedModel) -> None:
             seen[operation.label] |= statuses_of(cases, local)
         assert at_rest(model)
     assert seen.pop("GET /health") == {200}
-    assert {"POST /v1/chat/completions", "POST /v1/completions", "POST /v1/messages"} <= set(seen)
+    names = ("chat/completions", "completions", "messages", "responses")
+    assert {f"POST /v1/{name}" for name in names} <= set(seen)
 
 
 def statuses_of(cases: Any, headers: dict[str, str]) -> set[int]:

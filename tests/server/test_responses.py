@@ -140,9 +140,7 @@ def test_a_call_and_its_result(tooled: FastAPI) -> None:
     )  # fmt: skip
     whole = post(tooled, forced("It rains.", tools=TOOLS, input=answer))
     assert whole["usage"]["input_tokens"] == len(wanted)
-    going_on = forced(
-        "It rains.", tools=TOOLS, input=answer[-1:], previous_response_id=done["id"]
-    )
+    going_on = forced("It rains.", tools=TOOLS, input=answer[-1:], previous_response_id=done["id"])
     later = post(tooled, going_on)
     assert later["usage"]["input_tokens"] == len(wanted)
     referred = [answer[0], {"type": "item_reference", "id": call.id}, answer[-1]]
@@ -232,7 +230,9 @@ def test_an_answer_that_was_cut_off_is_incomplete(tooled: FastAPI) -> None:
     assert done["status"] == done["output"][0]["status"] == "incomplete"
     assert done["incomplete_details"] == {"reason": "max_output_tokens"}
     last = streamed(tooled, body)[-1]
-    assert last["type"] == "response.incomplete" and same(last["response"]["output"], done["output"])
+    assert last["type"] == "response.incomplete" and same(
+        last["response"]["output"], done["output"]
+    )
 
 
 def test_a_form_and_log_probabilities(tooled: FastAPI) -> None:
@@ -249,7 +249,9 @@ def test_a_form_and_log_probabilities(tooled: FastAPI) -> None:
     assert done["text"]["format"] == form
     events = streamed(tooled, body)
     (text,) = [e["text"] for e in events if e["type"] == "response.output_text.done"]
-    told = [one for e in events if e["type"] == "response.output_text.delta" for one in e["logprobs"]]
+    told = [
+        one for e in events if e["type"] == "response.output_text.delta" for one in e["logprobs"]
+    ]
     assert "".join(one["token"] for one in told) == text
     assert json.loads(text)["hour"] in (1, 2)
     loose = post(tooled, {**body, "text": {"format": {"type": "json_object"}}})

@@ -10,17 +10,14 @@ from starlette.types import Scope
 
 from hmt.engine import LoadedModel
 from hmt.server import access_log, errors
-from hmt.server.anthropic import messages
 from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.config import ServerConfig
+from hmt.server.endpoints import ROUTERS
 from hmt.server.guard import Guard
 from hmt.server.head import HeadAsGet
 from hmt.server.metrics import Metrics
 from hmt.server.model_manager import LoadableModels, ModelManager
-from hmt.server.openai import chat, completions, embeddings, models
-from hmt.server.page import routes as page
 from hmt.server.page.snapshot_cache import SnapshotCache
-from hmt.server.responses import routes as responses
 from hmt.server.responses.store import ResponseStore
 from hmt.server.service import Service
 from hmt.server.stream import ClientGone, EmptyResponse
@@ -75,18 +72,9 @@ def create_app(
     async def _gone(request: Request, error: ClientGone) -> Response:
         return EmptyResponse()
 
-    routers = (
-        chat.router,
-        completions.router,
-        embeddings.router,
-        models.router,
-        messages.router,
-        responses.router,
-        page.router,
-    )
     _add_watching(app, metrics)
-    app.state.served = [route for each in (app, *routers) for route in each.routes]
-    for router in routers:
+    app.state.served = [*app.routes, *(route for each in ROUTERS for route in each.routes)]
+    for router in ROUTERS:
         app.include_router(router)
     return app
 

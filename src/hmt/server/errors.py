@@ -194,16 +194,16 @@ def _without_tags(place: list[Any]) -> list[Any]:
     ]
 
 
-def _meant(found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _meant(found: list[Mapping[str, Any]], begin: int = 0) -> Mapping[str, Any]:
     """Of all complaints the one to tell.
 
     Of a union every member complains.  That one was meant whose own type fits, and which has least
-    to say.
+    to say.  Of unions within unions the outer ones, up to part `begin` of the place, are decided.
     """
 
     def member(one: Mapping[str, Any]) -> tuple[Any, ...]:
         place = one["loc"]
-        ends = [n + 1 for n, part in enumerate(place) if _is_union_member(part)]
+        ends = [n + 1 for n, part in enumerate(place) if n >= begin and _is_union_member(part)]
         return tuple(place[: ends[0]]) if ends else tuple(place)
 
     first = member(found[0])
@@ -216,7 +216,7 @@ def _meant(found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
     fitting = [
         complaints
         for place, complaints in members.items()
-        if not (tuple(complaints[0]["loc"]) == place and _is_of_type(complaints[0]["type"]))
+        if not (tuple(complaints[0]["loc"]) == place and _is_mistyped(complaints[0]))
     ]
 
     def rank(complaints: list[Mapping[str, Any]]) -> tuple[int, bool, int]:
@@ -225,7 +225,15 @@ def _meant(found: list[Mapping[str, Any]]) -> Mapping[str, Any]:
         read = next((part for part in first["loc"][1:] if isinstance(part, int)), 0)
         return len(complaints), _is_of_type(first["type"]), -read
 
-    return min(fitting or list(members.values()), key=rank)[0]
+    meant = min(fitting or list(members.values()), key=rank)
+    decided = len(member(meant[0]))
+    return meant[0] if len(meant) == 1 or decided <= begin else _meant(meant, decided)
+
+
+def _is_mistyped(one: Mapping[str, Any]) -> bool:
+    """Whether a value's type is the complaint: also where a word was wanted and none came."""
+    word = one["type"] == "literal_error"
+    return _is_of_type(one["type"]) or (word and not isinstance(one["input"], str))
 
 
 def _is_of_type(kind: str) -> bool:
@@ -241,8 +249,8 @@ def _is_union_member(part: object) -> bool:
     """Pydantic names the member of a union in the place of an error: "str", "list[str]"."""
     if not isinstance(part, str):
         return False
-    names = ("str", "int", "float", "bool", "NamedTool", "AllowedTools", "ToolChoice")
-    return part in names or part.startswith(("constrained-", "list[", "literal["))
+    names = ("str", "int", "float", "bool", "NamedTool", "AllowedTools")
+    return part in names or part.startswith(("constrained-", "function-", "list[", "literal["))
 
 
 def _of_http(request: Request, error: HTTPException) -> ApiError:

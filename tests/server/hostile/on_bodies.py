@@ -82,7 +82,8 @@ def strange_json(target: Target) -> None:
         b"", b"null", b"[]", b"1", b'"a"', b"{", b"\xff\xfe{", b"\xef\xbb\xbf{}", b"NaN", digits,
         b'{"model":' + digits + b"}", b'{"a":1e999999}', b'{"model":"m","model":"n"}', b"\x00",
     ):  # fmt: skip
-        for path in (CHAT, TEXT, "/v1/embeddings", "/v1/messages", "/tokenize", "/detokenize"):
+        for path in (CHAT, TEXT, "/v1/embeddings", "/v1/messages", "/v1/responses", "/tokenize",
+                     "/detokenize"):  # fmt: skip
             refused(target.post(path, body), f"{body[:30]!r} at {path}", (400, 404, 422))
 
 

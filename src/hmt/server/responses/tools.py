@@ -137,14 +137,12 @@ AnyTool = Annotated[
 ]
 
 
-class ToolChoice(Fields):
-    """The tool that must be called, or those that may be called now."""
+class ChosenTool(Fields):
+    """One of the tools."""
 
     type: str
     name: str | None = None
     namespace: str | None = None
-    mode: Literal["auto", "required"] | None = None
-    tools: Annotated[list["ToolChoice"], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -153,11 +151,23 @@ class ToolChoice(Fields):
         return self
 
     @property
+    def known_as(self) -> set[str]:
+        """The name by which the model knows it, if it has one."""
+        return set() if self.name is None else {offered_name(self.namespace, self.name)}
+
+
+class ToolChoice(ChosenTool):
+    """The tool that must be called, or with a type of "allowed_tools" those that may be now."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[list[ChosenTool], Field(min_length=1)] | None = None
+
+    @property
     def names(self) -> set[str]:
         """By which the model knows them."""
         if self.type == "allowed_tools":
-            return {name for tool in self.tools or () for name in tool.names}
-        return set() if self.name is None else {offered_name(self.namespace, self.name)}
+            return {name for tool in self.tools or () for name in tool.known_as}
+        return self.known_as
 
 
 def offered_tools(tools: Iterable[AnyTool]) -> Iterator[OfferedTool]:
