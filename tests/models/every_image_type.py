@@ -236,8 +236,8 @@ def model_of(kind: str) -> Any:
     """In f32, with random numbers."""
     config = config_of(kind)
     made = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind])
-    model = made(config).float().eval()
     torch.manual_seed(len(kind))
+    model = made(config).float().eval()
     with torch.no_grad():
         for param in model.parameters():
             if not torch.isfinite(param).all():
