@@ -13,7 +13,8 @@ from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.formats.gguf.config import read_config
 from hmt.formats.gguf.header import SPLIT, GgufHeader, read_gguf
 from hmt.formats.gguf.names import forms_of, names_of, spare_of
-from hmt.formats.gguf.projectors import PROJECTORS, beside, config_with_encoder, is_mmproj
+from hmt.formats.gguf.projector_types import PROJECTORS
+from hmt.formats.gguf.projectors import beside, config_with_encoder, is_mmproj
 
 _FACTORS: Final = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 _MOST_FACTORS: Final = 4096

@@ -5,10 +5,8 @@ converter.  Sizes are read from tensors where these tell them, so that a file ca
 than it holds.
 """
 
-import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,15 +23,21 @@ from hmt.contracts.checkpoint import (
 from hmt.formats.gguf.header import GgufHeader
 from hmt.formats.gguf.keys import Keys
 from hmt.formats.gguf.names import FLOATS, plain_form
+from hmt.formats.gguf.projector_types import (
+    DEEPSTACK,
+    FRAMES,
+    IN_LAYER,
+    MERGE,
+    PROJECTORS,
+    Projector,
+    depth_of,
+    size_of,
+    width_of,
+)
 
 CLIP: Final = "clip"  # general.architecture of these files
-_IN_LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
-_DEEPSTACK: Final = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
-_FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 _QUERIES: Final = ("attn_q", "attn_k", "attn_v")
-_WINDOW: Final = 112  # pixels, where a file does not say
-_MERGE: Final = "vision.spatial_merge_size"
-_MOST_MERGE, _MOST_WINDOW = 16, 4096
+_MOST_MERGE: Final = 16
 _SOUND: Final = ("a.", "mm.a.")  # parts of encoders of sound, which are left aside
 
 
@@ -57,191 +61,6 @@ class ImageEncoderFile:
     rows: int = 0
 
 
-@dataclass(frozen=True)
-class Projector:
-    """One of llama.cpp's types of projectors.
-
-    models      type and class of transformers' model, by the language model's architecture
-    tokens      tokens that config.json numbers, by its fields
-    vision      fields of vision_config besides those that all have
-    layer       names of tensors in a layer, trunk of those outside, deepstack of those for layers
-    processor   what its image processor does that files do not say: as published with the models
-    at, blocks  how names of parameters begin, and those of a layer behind that
-    out         the tensor, and which of its sizes features have
-    square      images are resized to one size, and names of sizes are SigLIP's
-    around      names of tokens in front of an image's and behind them
-    """
-
-    models: Mapping[str, tuple[str, str]]
-    tokens: Mapping[str, str]
-    vision: Callable[[Keys, Mapping[str, TensorRecord]], dict[str, Any]]
-    layer: Mapping[str, str]
-    trunk: Mapping[str, str]
-    processor: Mapping[str, Any]
-    deepstack: Mapping[str, str] = field(default_factory=dict)
-    at: str = "model.visual."
-    blocks: str = "blocks.{}."
-    out: tuple[str, int] = ("mm.2.weight", 0)
-    square: bool = False
-    around: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-
-
-def _silu_windows(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Qwen2.5-VL's: the last layer of each so many sees all of an image, others a window."""
-    depth, side = _depth(records), _size(records, _FRAMES[0], 3) * keys.count(_MERGE, 2)
-    every, window = keys.number("vision.n_wa_pattern", 0), keys.count("vision.window_size", _WINDOW)
-    if not side <= window <= _MOST_WINDOW:
-        raise keys.unread("vision.window_size", f"and a token has {side} pixels")
-    full = [number for number in range(depth) if not every or (number + 1) % every == 0]
-    return {
-        "hidden_size": _width(records),
-        "intermediate_size": _wide(records),
-        "hidden_act": "silu",
-        "fullatt_block_indexes": full,
-        "window_size": window,
-        "out_hidden_size": _size(records, "mm.2.weight", 0),
-    }
-
-
-def _quick_gelu(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Qwen2-VL's."""
-    width, wide = _width(records), _wide(records)
-    return {
-        "embed_dim": width,
-        "hidden_size": _size(records, "mm.2.weight", 0),
-        "hidden_act": "quick_gelu",
-        "mlp_ratio": wide / width if wide % width else wide // width,
-    }
-
-
-def _deepstack(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Qwen3-VL's, some of whose layers tell the language model's first layers what they see."""
-    layers = sorted({int(m[1]) for m in map(_DEEPSTACK.fullmatch, records) if m})
-    return {
-        "hidden_size": _width(records),
-        "intermediate_size": _wide(records),
-        "hidden_act": "gelu_pytorch_tanh",
-        "num_position_embeddings": _size(records, "v.position_embd.weight", 0),
-        "deepstack_visual_indexes": layers,
-        "out_hidden_size": _size(records, "mm.2.weight", 0),
-    }
-
-
-def _siglip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Gemma 3's, whose images are squares of as many patches as there are positions."""
-    patches, patch = _size(records, "v.position_embd.weight", 0), _size(records, _FRAMES[0], 3)
-    side = math.isqrt(patches)
-    if side * side != patches or keys.count("vision.image_size", side * patch) != side * patch:
-        raise keys.unread("vision.image_size", f"and the file has positions of {patches} patches")
-    return {
-        "model_type": "siglip_vision_model",
-        "hidden_size": _width(records),
-        "intermediate_size": _wide(records),
-        "hidden_act": "gelu_pytorch_tanh",
-        "image_size": side * patch,
-        "vision_use_head": False,
-    }
-
-
-_QWEN_TOKENS: Final = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-_QWEN_LAYER: Final = {
-    "ln1": "norm1",
-    "ln2": "norm2",
-    "attn_qkv": "attn.qkv",
-    "attn_out": "attn.proj",
-}
-_QWEN_TRUNK: Final = {
-    "v.patch_embd": "patch_embed.proj",
-    "v.post_ln": "merger.ln_q",
-    "mm.0": "merger.mlp.0",
-    "mm.2": "merger.mlp.2",
-}
-_QWEN_PIXELS: Final = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "size": {"shortest_edge": 3136, "longest_edge": 12845056},
-}
-PROJECTORS: Final[Mapping[str, Projector]] = {
-    "qwen2vl_merger": Projector(
-        {"qwen2vl": ("qwen2_vl", "Qwen2VLForConditionalGeneration")},
-        _QWEN_TOKENS,
-        _quick_gelu,
-        {**_QWEN_LAYER, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
-        _QWEN_TRUNK,
-        _QWEN_PIXELS,
-    ),
-    "qwen2.5vl_merger": Projector(
-        {"qwen2vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")},
-        _QWEN_TOKENS,
-        _silu_windows,
-        {
-            **_QWEN_LAYER,
-            "ffn_gate": "mlp.gate_proj",
-            "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj",
-        },
-        _QWEN_TRUNK,
-        _QWEN_PIXELS,
-    ),
-    "qwen3vl_merger": Projector(
-        {
-            "qwen3vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
-            "qwen3vlmoe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
-            "qwen35": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
-            "qwen35moe": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
-        },
-        _QWEN_TOKENS,
-        _deepstack,
-        {**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
-        {
-            "v.patch_embd": "patch_embed.proj",
-            "v.position_embd": "pos_embed",
-            "v.post_ln": "merger.norm",
-            "mm.0": "merger.linear_fc1",
-            "mm.2": "merger.linear_fc2",
-        },
-        {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "size": {"shortest_edge": 65536, "longest_edge": 16777216},
-        },
-        {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"},
-    ),
-    "gemma3": Projector(
-        {"gemma3": ("gemma3", "Gemma3ForConditionalGeneration")},
-        {
-            "image_token_index": "<image_soft_token>",
-            "boi_token_index": "<start_of_image>",
-            "eoi_token_index": "<end_of_image>",
-        },
-        _siglip,
-        {
-            "ln1": "layer_norm1",
-            "ln2": "layer_norm2",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_out": "self_attn.out_proj",
-            "ffn_up": "mlp.fc1",
-            "ffn_down": "mlp.fc2",
-        },
-        {
-            "v.patch_embd": "vision_tower.embeddings.patch_embedding",
-            "v.position_embd": "vision_tower.embeddings.position_embedding",
-            "v.post_ln": "vision_tower.post_layernorm",
-            "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
-        },
-        {"image_processor_type": "Gemma3ImageProcessor"},
-        at="model.",
-        blocks="vision_tower.encoder.layers.{}.",
-        out=("mm.input_projection.weight", 1),
-        square=True,
-        around=(("\n\n", "<start_of_image>"), ("<end_of_image>", "\n\n")),
-    ),
-}
 _SHIFTED: Final = ("mm.soft_emb_norm.weight",)  # norms to which 1 has been added
 
 
@@ -269,9 +88,9 @@ def read_encoder(header: GgufHeader, projector: Projector) -> ImageEncoderFile:
     """Raises CheckpointError, HeaderError where something is missing or absurd."""
     records = header.records
     keys = Keys(header.metadata, CLIP, str(header.path), records)
-    width, depth = _width(records), _depth(records)
-    heads, patch = keys.count("vision.attention.head_count"), _size(records, _FRAMES[0], 3)
-    merge = keys.count(_MERGE, 2)
+    width, depth = width_of(records), depth_of(records)
+    heads, patch = keys.count("vision.attention.head_count"), size_of(records, FRAMES[0], 3)
+    merge = keys.count(MERGE, 2)
     if width % heads or merge > _MOST_MERGE:
         raise HeaderError(
             f"{header.path}: {heads} heads of {width} numbers, or {merge} x {merge} patches of a "
@@ -294,7 +113,7 @@ def read_encoder(header: GgufHeader, projector: Projector) -> ImageEncoderFile:
             "depth": depth,
             "num_heads": heads,
             "spatial_merge_size": merge,
-            "temporal_patch_size": len(_FRAMES),
+            "temporal_patch_size": len(FRAMES),
         }
     layers = vision.get("deepstack_visual_indexes", [])
     forms = _forms(header, projector, layers)
@@ -305,7 +124,7 @@ def read_encoder(header: GgufHeader, projector: Projector) -> ImageEncoderFile:
         if projector.square
         else _processor(keys, projector, patch, merge),
         forms,
-        _size(records, *projector.out),
+        size_of(records, *projector.out),
         len(layers),
         rows,
     )
@@ -338,10 +157,10 @@ def _forms(header: GgufHeader, projector: Projector, deepstack: list[int]) -> di
     for record in records.values():
         stem, _, kind = record.name.rpartition(".")
         name = projector.trunk.get(stem)
-        if (match := _IN_LAYER.fullmatch(record.name)) is not None:
+        if (match := IN_LAYER.fullmatch(record.name)) is not None:
             own = projector.layer.get(swapped.get(match[2], match[2]))
             name = own and f"{projector.blocks.format(match[1])}{own}"
-        elif (match := _DEEPSTACK.fullmatch(record.name)) is not None:
+        elif (match := DEEPSTACK.fullmatch(record.name)) is not None:
             own = projector.deepstack.get(match[2])
             name = own and f"deepstack_merger_list.{deepstack.index(int(match[1]))}.{own}"
         if name:
@@ -352,7 +171,7 @@ def _forms(header: GgufHeader, projector: Projector, deepstack: list[int]) -> di
         assert first is not None
         forms[f"{projector.at}multi_modal_projector.mm_input_projection_weight"] = plain_form(first)
         return forms
-    for layer in range(_depth(records)):
+    for layer in range(depth_of(records)):
         for kind in ("weight", "bias"):
             parts = [records.get(f"v.blk.{layer}.{part}.{kind}") for part in _QUERIES]
             there = [part for part in parts if part is not None]
@@ -384,24 +203,24 @@ def _check_all_read(header: GgufHeader, forms: Mapping[str, Form]) -> None:
 
 def _swapped(records: Mapping[str, TensorRecord]) -> dict[str, str]:
     """Files from before 2025 call a layer's first matrix ffn_down, and its second ffn_up."""
-    name, width = "v.blk.0.ffn_up.weight", _width(records)
-    if _size(records, name, 0) != width or _size(records, name, 1) == width:
+    name, width = "v.blk.0.ffn_up.weight", width_of(records)
+    if size_of(records, name, 0) != width or size_of(records, name, 1) == width:
         return {}
     return {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 
 
 def _kernel(header: GgufHeader) -> Published:
     """The convolution over two frames, of which a file has one after the other."""
-    frames = [header.records.get(name) for name in _FRAMES]
+    frames = [header.records.get(name) for name in FRAMES]
     there = [frame for frame in frames if frame is not None]
     first = there[0] if there else None
-    if first is None or len(there) != len(_FRAMES) or len(first.shape) != 4:
-        raise HeaderError(f"{header.path} has no kernels {' and '.join(_FRAMES)} of 4 sizes")
+    if first is None or len(there) != len(FRAMES) or len(first.shape) != 4:
+        raise HeaderError(f"{header.path} has no kernels {' and '.join(FRAMES)} of 4 sizes")
     if any(
         (f.dtype, f.shape) != (first.dtype, first.shape) or f.dtype not in FLOATS for f in there
     ):
         raise HeaderError(
-            f"{header.path}: {' and '.join(_FRAMES)} must be alike, and in {', '.join(FLOATS)}"
+            f"{header.path}: {' and '.join(FRAMES)} must be alike, and in {', '.join(FLOATS)}"
         )
     form = FormName("gguf frames", (("kind", first.dtype), ("frames", len(there))))
     parts = {
@@ -410,29 +229,6 @@ def _kernel(header: GgufHeader) -> Published:
     }
     rows, channels, *sides = first.shape
     return Published(form, (rows, channels, len(there), *sides), parts)
-
-
-def _depth(records: Mapping[str, TensorRecord]) -> int:
-    layers = {int(match[1]) for match in map(_IN_LAYER.fullmatch, records) if match}
-    if sorted(layers) != list(range(len(layers))):
-        raise HeaderError(f"an encoder of images has layers {sorted(layers)[:8]}, not all from 0")
-    return len(layers)
-
-
-def _width(records: Mapping[str, TensorRecord]) -> int:
-    return _size(records, "v.blk.0.ln1.weight", 0)
-
-
-def _wide(records: Mapping[str, TensorRecord]) -> int:
-    """Numbers between the two matrices of a layer's network, whichever is called what."""
-    return max(_size(records, f"v.blk.0.{name}.weight", 0) for name in ("ffn_up", "ffn_down"))
-
-
-def _size(records: Mapping[str, TensorRecord], name: str, axis: int) -> int:
-    record = records.get(name)
-    if record is None or len(record.shape) <= axis:
-        raise HeaderError(f"an encoder of images has no tensor {name} of more than {axis} sizes")
-    return record.shape[axis]
 
 
 def beside(path: Path) -> list[Path]:

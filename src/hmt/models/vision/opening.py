@@ -134,7 +134,7 @@ def _said(error: BaseException) -> str:
         return (
             "its image processor needs torchvision, which is not installed: pip install torchvision"
         )
-    return f"{type(error).__name__}: {said:.200}"
+    return f"{said:.200}" if isinstance(error, HMTError) else f"{type(error).__name__}: {said:.200}"
 
 
 def _opened(

@@ -1,0 +1,234 @@
+"""Types of encoders of images in GGUF files: keys, names of tensors, and transformers' names.
+
+What they mean: llama.cpp's tools/mtmd/clip.cpp, and the vision models of its converter.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from hmt.base.errors import HeaderError
+from hmt.contracts.checkpoint import TensorRecord
+from hmt.formats.gguf.keys import Keys
+
+IN_LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
+DEEPSTACK: Final = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
+FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
+MERGE: Final = "vision.spatial_merge_size"
+_WINDOW: Final = 112  # pixels, where a file does not say
+_MOST_WINDOW: Final = 4096
+
+
+@dataclass(frozen=True)
+class Projector:
+    """One of llama.cpp's types of projectors.
+
+    models      type and class of transformers' model, by the language model's architecture
+    tokens      tokens that config.json numbers, by its fields
+    vision      fields of vision_config besides those that all have
+    layer       names of tensors in a layer, trunk of those outside, deepstack of those for layers
+    processor   what its image processor does that files do not say: as published with the models
+    at, blocks  how names of parameters begin, and those of a layer behind that
+    out         the tensor, and which of its sizes features have
+    square      images are resized to one size, and names of sizes are SigLIP's
+    around      names of tokens in front of an image's and behind them
+    """
+
+    models: Mapping[str, tuple[str, str]]
+    tokens: Mapping[str, str]
+    vision: Callable[[Keys, Mapping[str, TensorRecord]], dict[str, Any]]
+    layer: Mapping[str, str]
+    trunk: Mapping[str, str]
+    processor: Mapping[str, Any]
+    deepstack: Mapping[str, str] = field(default_factory=dict)
+    at: str = "model.visual."
+    blocks: str = "blocks.{}."
+    out: tuple[str, int] = ("mm.2.weight", 0)
+    square: bool = False
+    around: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+
+def _silu_windows(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """Qwen2.5-VL's: the last layer of each so many sees all of an image, others a window."""
+    depth, side = depth_of(records), size_of(records, FRAMES[0], 3) * keys.count(MERGE, 2)
+    every, window = keys.number("vision.n_wa_pattern", 0), keys.count("vision.window_size", _WINDOW)
+    if not side <= window <= _MOST_WINDOW:
+        raise keys.unread("vision.window_size", f"and a token has {side} pixels")
+    full = [number for number in range(depth) if not every or (number + 1) % every == 0]
+    return {
+        "hidden_size": width_of(records),
+        "intermediate_size": wide_of(records),
+        "hidden_act": "silu",
+        "fullatt_block_indexes": full,
+        "window_size": window,
+        "out_hidden_size": size_of(records, "mm.2.weight", 0),
+    }
+
+
+def _quick_gelu(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """Qwen2-VL's."""
+    width, wide = width_of(records), wide_of(records)
+    return {
+        "embed_dim": width,
+        "hidden_size": size_of(records, "mm.2.weight", 0),
+        "hidden_act": "quick_gelu",
+        "mlp_ratio": wide / width if wide % width else wide // width,
+    }
+
+
+def _deepstack(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """Qwen3-VL's, some of whose layers tell the language model's first layers what they see."""
+    layers = sorted({int(m[1]) for m in map(DEEPSTACK.fullmatch, records) if m})
+    return {
+        "hidden_size": width_of(records),
+        "intermediate_size": wide_of(records),
+        "hidden_act": "gelu_pytorch_tanh",
+        "num_position_embeddings": size_of(records, "v.position_embd.weight", 0),
+        "deepstack_visual_indexes": layers,
+        "out_hidden_size": size_of(records, "mm.2.weight", 0),
+    }
+
+
+def _siglip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """Gemma 3's, whose images are squares of as many patches as there are positions."""
+    patches, patch = size_of(records, "v.position_embd.weight", 0), size_of(records, FRAMES[0], 3)
+    side = math.isqrt(patches)
+    if side * side != patches or keys.count("vision.image_size", side * patch) != side * patch:
+        raise keys.unread("vision.image_size", f"and the file has positions of {patches} patches")
+    return {
+        "model_type": "siglip_vision_model",
+        "hidden_size": width_of(records),
+        "intermediate_size": wide_of(records),
+        "hidden_act": "gelu_pytorch_tanh",
+        "image_size": side * patch,
+        "vision_use_head": False,
+    }
+
+
+_QWEN_TOKENS: Final = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_QWEN_LAYER: Final = {
+    "ln1": "norm1",
+    "ln2": "norm2",
+    "attn_qkv": "attn.qkv",
+    "attn_out": "attn.proj",
+}
+_QWEN_TRUNK: Final = {
+    "v.patch_embd": "patch_embed.proj",
+    "v.post_ln": "merger.ln_q",
+    "mm.0": "merger.mlp.0",
+    "mm.2": "merger.mlp.2",
+}
+_QWEN_PIXELS: Final = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "size": {"shortest_edge": 3136, "longest_edge": 12845056},
+}
+PROJECTORS: Final[Mapping[str, Projector]] = {
+    "qwen2vl_merger": Projector(
+        {"qwen2vl": ("qwen2_vl", "Qwen2VLForConditionalGeneration")},
+        _QWEN_TOKENS,
+        _quick_gelu,
+        {**_QWEN_LAYER, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        _QWEN_TRUNK,
+        _QWEN_PIXELS,
+    ),
+    "qwen2.5vl_merger": Projector(
+        {"qwen2vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")},
+        _QWEN_TOKENS,
+        _silu_windows,
+        {
+            **_QWEN_LAYER,
+            "ffn_gate": "mlp.gate_proj",
+            "ffn_up": "mlp.up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
+        _QWEN_TRUNK,
+        _QWEN_PIXELS,
+    ),
+    "qwen3vl_merger": Projector(
+        {
+            "qwen3vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+            "qwen3vlmoe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+            "qwen35": ("qwen3_5", "Qwen3_5ForConditionalGeneration"),
+            "qwen35moe": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+        },
+        _QWEN_TOKENS,
+        _deepstack,
+        {**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
+        {
+            "v.patch_embd": "patch_embed.proj",
+            "v.position_embd": "pos_embed",
+            "v.post_ln": "merger.norm",
+            "mm.0": "merger.linear_fc1",
+            "mm.2": "merger.linear_fc2",
+        },
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+        },
+        {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"},
+    ),
+    "gemma3": Projector(
+        {"gemma3": ("gemma3", "Gemma3ForConditionalGeneration")},
+        {
+            "image_token_index": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+        },
+        _siglip,
+        {
+            "ln1": "layer_norm1",
+            "ln2": "layer_norm2",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_out": "self_attn.out_proj",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embedding",
+            "v.position_embd": "vision_tower.embeddings.position_embedding",
+            "v.post_ln": "vision_tower.post_layernorm",
+            "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm",
+        },
+        {"image_processor_type": "Gemma3ImageProcessor"},
+        at="model.",
+        blocks="vision_tower.encoder.layers.{}.",
+        out=("mm.input_projection.weight", 1),
+        square=True,
+        around=(("\n\n", "<start_of_image>"), ("<end_of_image>", "\n\n")),
+    ),
+}
+
+
+def depth_of(records: Mapping[str, TensorRecord]) -> int:
+    """Layers.  Raises HeaderError where some are missing."""
+    layers = {int(match[1]) for match in map(IN_LAYER.fullmatch, records) if match}
+    if sorted(layers) != list(range(len(layers))):
+        raise HeaderError(f"an encoder of images has layers {sorted(layers)[:8]}, not all from 0")
+    return len(layers)
+
+
+def width_of(records: Mapping[str, TensorRecord]) -> int:
+    """Numbers of a patch between layers.  Raises HeaderError."""
+    return size_of(records, "v.blk.0.ln1.weight", 0)
+
+
+def wide_of(records: Mapping[str, TensorRecord]) -> int:
+    """Numbers between the two matrices of a layer's network, whichever is called what."""
+    return max(size_of(records, f"v.blk.0.{name}.weight", 0) for name in ("ffn_up", "ffn_down"))
+
+
+def size_of(records: Mapping[str, TensorRecord], name: str, axis: int) -> int:
+    """One of a tensor's sizes.  Raises HeaderError where it has none."""
+    record = records.get(name)
+    if record is None or len(record.shape) <= axis:
+        raise HeaderError(f"an encoder of images has no tensor {name} of more than {axis} sizes")
+    return record.shape[axis]
