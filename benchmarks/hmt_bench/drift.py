@@ -80,7 +80,7 @@ def run(
 
 
 def _kinds(tokenizer: Tokenizer, text: str, texts: int) -> dict[str, list[list[int]]]:
-    rng, count = random.Random(1), 20
+    rng, count = random.Random(1), min(20, texts)
     every = tokenizer.encode(text)
     held_out = [every[at : at + _LENGTH] for at in range(0, len(every) - _LENGTH + 1, _LENGTH)]
 
