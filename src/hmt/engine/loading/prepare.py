@@ -12,7 +12,6 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.copies import Copies, find_copies
 from hmt.engine.loading.demand import (
     demand_of,
     demand_without_journal,
@@ -23,7 +22,7 @@ from hmt.engine.loading.demand import (
 )
 from hmt.engine.loading.goal_plan import searched_plan
 from hmt.engine.loading.kv_scales import with_scales
-from hmt.engine.loading.source import Source, open_source
+from hmt.engine.loading.source import Copies, Source, find_copies, open_source
 from hmt.hardware.machine import machine_for, with_device
 from hmt.memory import physical_host_bytes
 from hmt.memory.device import Device

@@ -3,7 +3,9 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
@@ -11,7 +13,7 @@ from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.encoding import Encoding, Packing
 from hmt.contracts.model import ModelSpec
 from hmt.formats import open_checkpoint
-from hmt.models import with_architecture
+from hmt.models import open_model, with_architecture
 from hmt.quant import Format, Scheme, Sensitive, parse_scheme, read_sensitive
 from hmt.text import Tokenizer
 from hmt.weights import (
@@ -24,6 +26,9 @@ from hmt.weights import (
 )
 from hmt.weights.layout import Target
 from hmt.weights.pack import Pack, looks_like_pack, open_pack
+
+_COPIED_NOT: Final = (BlockKind.EMBEDDING, BlockKind.VISION)  # tables are the model's own
+_COPY_SLOTS: Final = 2  # some families lease two at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +154,50 @@ def target(scheme: Scheme, sensitive: Sensitive | None = None) -> Target:
         return wanted
 
     return wanted_format
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Blocks of another checkpoint of the same model, in higher precision.
+
+    They are read from the disk when they are needed, and nothing of them stays.
+    """
+
+    path: Path
+    layouts: Mapping[BlockId, BlockLayout]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of host memory by purpose."""
+        sizes = sorted((layout.slot_bytes for layout in self.layouts.values()), reverse=True)
+        staging = max(layout.staging_bytes for layout in self.layouts.values())
+        return {"slots": sum(sizes[:_COPY_SLOTS]), "staging": staging, "rows": 0, "resident": 0}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(self.sizes.values())
+
+
+def find_copies(path: Path, spec: ModelSpec, dtype: torch.dtype) -> Copies:
+    """Blocks of the model `spec` in the checkpoint or pack `path`, as they are there.
+
+    Raises ConfigError where it is another model, and CheckpointError.
+    """
+    source = open_source(path)
+    model = open_model(source.config, source.path, dtype)
+    if _shapes(model.spec) != _shapes(spec):
+        raise ConfigError(
+            f"fallback_model={path} is another model: its layers have other shapes than those of "
+            "the model that was asked for; name the checkpoint that it was quantised from"
+        )
+    layouts = source.weights(model.spec, None, exact_activations=True).layouts
+    return Copies(path, {b: one for b, one in layouts.items() if b.kind not in _COPIED_NOT})
+
+
+def _shapes(spec: ModelSpec) -> dict[BlockId, list[tuple[str, tuple[int, ...]]]]:
+    return {
+        block.id: [(param.name, tuple(param.shape)) for param in block.params]
+        for block in spec.blocks
+        if block.id.kind not in _COPIED_NOT
+    }
