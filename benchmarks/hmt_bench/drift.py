@@ -43,9 +43,11 @@ def run(
     """
     with tempfile.TemporaryDirectory(prefix="hmt-drift-") as made:
         folder = Path(made) / model.name
-        folder.mkdir()
-        for file in model.iterdir():
-            (folder / file.name).symlink_to(file.resolve())
+        if model.is_dir():
+            folder.mkdir()
+        for file in model.iterdir() if model.is_dir() else (model,):
+            link = folder / file.name if model.is_dir() else folder
+            link.symlink_to(file.resolve())
         options = {"context": 16 * _LENGTH, "max_batch": 8, "speculate": "off"} | options
         progress("calibrating")
         with hmt.Engine(**options) as engine:
@@ -80,7 +82,7 @@ def run(
 
 
 def _kinds(tokenizer: Tokenizer, text: str, texts: int) -> dict[str, list[list[int]]]:
-    rng, count = random.Random(1), 20
+    rng, count = random.Random(1), min(20, texts)
     every = tokenizer.encode(text)
     held_out = [every[at : at + _LENGTH] for at in range(0, len(every) - _LENGTH + 1, _LENGTH)]
 

@@ -69,3 +69,17 @@ def test_a_text_that_is_none_is_told(bench, tmp_path):
     file.write_bytes(b"\xff\xfe\x00")
     outcome = bench("traces", "assets/mini-moe", tmp_path, "--text", file)
     assert outcome.code == 2 and f"{file} cannot be read" in outcome.err
+
+
+def test_watching_is_timed_and_drift_is_counted(bench, tmp_path):
+    file = tmp_path / "drift.json"
+    options = ["--texts", "2", "--sequences", "6", "--runs", "1", "--host-memory", "256MiB"]
+    done = bench("drift", "--quant", "w4a8", *options, "--json", file)
+    assert done.code == 0, done.err
+    content = json.loads(file.read_text())
+    assert [cost["case"] for cost in content["costs"]] == [
+        "one user decodes", "eight users decode", "prompts",
+    ]  # fmt: skip
+    assert content["alarms"]["three tokens again and again"] == [2, 2]
+    assert content["alarms"]["held-out"][1] == 2
+    assert "held-out: " in done.out and "of the time" in done.out

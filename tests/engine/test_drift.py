@@ -100,10 +100,10 @@ def test_a_request_that_drifts_is_raised_and_its_neighbours_keep_their_bits(
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_prefill_tokens": 32},
+        pytest.param({"max_prefill_tokens": 150}, marks=pytest.mark.whole),
         {"executor": "plain"},
         {"speculate": "lookup", "max_prefill_tokens": 64, "max_batch": 4},
-        {"prefix_cache": True},
+        pytest.param({"prefix_cache": True}, marks=pytest.mark.whole),
         {"kv_gpu_memory": "7MiB", "max_prefill_tokens": 32},
         {"host_memory": "9MiB", "context": 512},
     ],

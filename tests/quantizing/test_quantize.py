@@ -11,12 +11,14 @@ from small_models import DENSE, MOE, checkpoint, options
 from transformers import AutoModelForCausalLM
 
 from hmt.base.errors import CheckpointError, ConfigError, NumericsError
+from hmt.contracts.request import Request
 from hmt.engine import Engine
 from hmt.engine.config import EngineConfig
+from hmt.engine.drift import ActivationStatistics, calibrate_activations, statistics_beside
 from hmt.engine.loading.packs import convert
 from hmt.formats import open_checkpoint
 from hmt.quant.methods.interface import Statistics, Target
-from hmt.quantizing import quantize
+from hmt.quantizing import calibration_sequences, quantize
 from hmt.quantizing.methods import open_method
 
 MINI = Path(__file__).parents[2] / "src" / "hmt" / "embedded" / "mini-dense"
@@ -126,6 +128,23 @@ def test_the_embedded_model_keeps_its_answers_and_becomes_a_pack(tmp_path: Path)
     )
     convert(tmp_path / "out", tmp_path / "pack", EngineConfig.resolve(host_memory="64MiB"))
     assert torch.equal(logits(tmp_path / "pack"), found)
+
+
+def test_requests_of_a_model_that_saw_text_are_watched(tmp_path: Path):
+    """Statistics lie beside the weights, as the model's own activations would give them."""
+    text = options(method="gptq", sequences=4, length=256, target=Target(bits=8))
+    quantize(MINI, tmp_path / "out", text)
+    found, _ = ActivationStatistics.read(statistics_beside(tmp_path / "out"))
+    with Engine(host_memory="256MiB", context=512) as engine:
+        model = engine.load_model(tmp_path / "out")
+        assert model.summary().drift is not None
+        texts = calibration_sequences("builtin", model.tokenizer, 4, 256)
+        wanted = calibrate_activations(model, texts).statistics
+        alone = model.infer(Request([777] * 80, 4, ignore_eos=True))
+    assert alone.raised_at == 80
+    off = abs(found.mean - wanted.mean) / wanted.deviation
+    assert off.mean() < 0.02 and off.max() < 0.2
+    assert abs(found.deviation / wanted.deviation - 1).max() < 0.2
 
 
 def test_fp8_tiles_are_read_and_what_stays_is_written_in_16_bits(tmp_path: Path):

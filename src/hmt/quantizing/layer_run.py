@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from hmt.contracts.blocks import TRUNK
 from hmt.contracts.plan import Tier
-from hmt.engine.drift import STATISTICS
+from hmt.engine.drift import STATISTICS, WINDOW_TOKENS
 from hmt.memory import Ledger
 from hmt.quantizing.activation_statistics import write_statistics
 from hmt.quantizing.finishing import copied_files, finish
@@ -95,7 +95,8 @@ class LayerRun:
         if self._hidden.file(work.index + 1).exists():
             return False
         if work.index + 1 == self._job.model.spec.layers:  # statistics are made of it
-            return not (self._folder.model / STATISTICS).exists()
+            long_enough = max(map(len, self._job.sequences)) >= WINDOW_TOKENS
+            return long_enough and not (self._folder.model / STATISTICS).exists()
         return not (self._folder.model / self._shard_name(number + 1)).exists()
 
     def _shard_name(self, number: int) -> str:

@@ -12,9 +12,8 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.images import open_images
-from hmt.engine.loading.copies_store import open_copies
 from hmt.engine.loading.device import load_on_devices
-from hmt.engine.loading.disk import spill_file, transfer_queue
+from hmt.engine.loading.disk import open_copies, spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
 from hmt.engine.loading.memory import LoadedDraft, Memory
 from hmt.engine.loading.prefix_cache import open_prefixes
@@ -86,10 +85,7 @@ def allocate(
             stack.enter_context(on_device.device.compute_stream())
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         images = open_images(prepared, config, accounts, weights, pools["slots"], on_devices, stack)
-        copies, listed = None, list(accounts.values())
-        if prepared.copies is not None:
-            copies, more = open_copies(prepared.copies, config, ledger, tracer, stack)
-            listed += more
+        copies = open_copies(prepared, config, ledger, tracer, accounts, stack)
         trace = None
         if (path := config.expert_trace) is not None:
             name, blocks = prepared.source.path.name, prepared.demand.blocks
@@ -97,7 +93,7 @@ def allocate(
         return Memory(
             weights=weights,
             kv=kv,
-            accounts=listed,
+            accounts=list(accounts.values()),
             pools=list(pools.values()),
             closing=stack.pop_all(),
             trace=trace,

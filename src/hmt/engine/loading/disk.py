@@ -1,6 +1,7 @@
 """A model's part of the disk: the queue that reads it, and the file of converted weights."""
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -14,8 +15,8 @@ from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.prepare import Prepared
 from hmt.hardware.machine import remembered
-from hmt.memory import ReadQueue, open_reader, usual_rate
-from hmt.weights import SpillFile
+from hmt.memory import Account, HostPool, Ledger, ReadQueue, open_reader, usual_rate
+from hmt.weights import SpillFile, WeightStore
 
 
 def transfer_queue(config: EngineConfig, tracer: Tracer, path: Path | None = None) -> ReadQueue:
@@ -72,3 +73,41 @@ def spill_file(prepared: Prepared, config: EngineConfig) -> SpillFile | None:
             error,
         )
         return None
+
+
+def open_copies(
+    prepared: Prepared,
+    config: EngineConfig,
+    ledger: Ledger,
+    tracer: Tracer,
+    accounts: dict[str, Account],
+    stack: ExitStack,
+) -> WeightStore | None:
+    """A store that reads copies in higher precision, until `stack` ends; None: there are none.
+
+    Its memory is added to `accounts`.  Raises BudgetError.
+    """
+    copies = prepared.copies
+    if copies is None:
+        return None
+    pools = {}
+    sizes = {layout.slot_bytes for layout in copies.layouts.values()}
+    for purpose, nbytes in copies.sizes.items():
+        name = f"fallback {purpose}"
+        accounts[name] = account = ledger.open(Tier.HOST, name, nbytes)
+        stack.callback(account.close)
+        pools[purpose] = HostPool(account, sizes if purpose == "slots" else ())
+        stack.callback(pools[purpose].close)
+    store = WeightStore(
+        copies.layouts,
+        [],
+        transfer_queue(config, tracer),  # which the store closes
+        tracer,
+        resident=pools["resident"],
+        slots=pools["slots"],
+        staging=pools["staging"],
+        rows=pools["rows"],
+        verify=config.verify_reads,
+    )
+    stack.callback(store.close)
+    return store
