@@ -85,7 +85,10 @@ def part(published: dict[str, torch.Tensor], module: str) -> torch.Tensor:
     if name == "down_proj":
         own, width = published[f"{at}.experts.down_proj"][int(expert)], TEXT["hidden_size"]
     else:
-        own, width = published[f"{at}.experts.gate_up_proj"][int(expert)], 2 * TEXT["moe_intermediate_size"]
+        own, width = (
+            published[f"{at}.experts.gate_up_proj"][int(expert)],
+            2 * TEXT["moe_intermediate_size"],
+        )
     own = own if own.shape[0] == width and own.shape[1] != width else own.T
     if name == "down_proj":
         return own
