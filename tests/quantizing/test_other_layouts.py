@@ -131,5 +131,10 @@ def test_a_hybrid_is_calibrated_and_has_bits_for_a_size(tmp_path: Path):
     assert 0.99 * size <= made.written_bytes <= size
     names = {group["name"] for group in made.report["groups"]}
     assert {"expert/gate_proj", "expert/down_proj"} <= names
-    agreed = logits(tmp_path / "out").argmax(-1) == logits(model).argmax(-1)
-    assert agreed.float().mean() > 0.5
+    seen = [line for line in made.report["weights"] if not line["note"]]
+    assert any(".linear_attn." in line["module"] for line in seen)
+    assert all(line["error"] <= 1.01 * line["nearest"] for line in seen)
+    assert sum(line["error"] for line in seen) < 0.9 * sum(line["nearest"] for line in seen)
+    exact = logits(model)
+    lost = [(logits(tmp_path / name) - exact).square().mean() for name in ("out", "four")]
+    assert lost[0] < lost[1], "at the same size"
