@@ -85,7 +85,10 @@ def part(published: dict[str, torch.Tensor], module: str) -> torch.Tensor:
     if name == "down_proj":
         own, width = published[f"{at}.experts.down_proj"][int(expert)], TEXT["hidden_size"]
     else:
-        own, width = published[f"{at}.experts.gate_up_proj"][int(expert)], 2 * TEXT["moe_intermediate_size"]
+        own, width = (
+            published[f"{at}.experts.gate_up_proj"][int(expert)],
+            2 * TEXT["moe_intermediate_size"],
+        )
     own = own if own.shape[0] == width and own.shape[1] != width else own.T
     if name == "down_proj":
         return own
@@ -128,5 +131,10 @@ def test_a_hybrid_is_calibrated_and_has_bits_for_a_size(tmp_path: Path):
     assert 0.99 * size <= made.written_bytes <= size
     names = {group["name"] for group in made.report["groups"]}
     assert {"expert/gate_proj", "expert/down_proj"} <= names
-    agreed = logits(tmp_path / "out").argmax(-1) == logits(model).argmax(-1)
-    assert agreed.float().mean() > 0.5
+    seen = [line for line in made.report["weights"] if not line["note"]]
+    assert any(".linear_attn." in line["module"] for line in seen)
+    assert all(line["error"] <= 1.01 * line["nearest"] for line in seen)
+    assert sum(line["error"] for line in seen) < 0.9 * sum(line["nearest"] for line in seen)
+    exact = logits(model)
+    lost = [(logits(tmp_path / name) - exact).square().mean() for name in ("out", "four")]
+    assert lost[0] < lost[1], "at the same size"

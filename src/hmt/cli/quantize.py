@@ -162,8 +162,8 @@ def _print(done: "Quantized", out: Path, seconds: float) -> None:
         console.print(f"{len(sensitive)} weights stay in 16 bits (sensitive_layers.json):")
         for entry in sensitive[:_NAMED]:
             console.print(
-                f"  {entry['op']} of layer {entry['layer']}: KL {entry['kl']}, R {entry['R']}, "
-                f"energy {entry['energy']}",
+                f"  {entry['op']} of layer {entry['layer']}: KL {entry.get('kl')}, "
+                f"R {entry.get('R')}, energy {entry.get('energy')}",
                 soft_wrap=True,
             )
     noted = [line for line in weights if line["note"]]

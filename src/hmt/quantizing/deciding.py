@@ -79,26 +79,39 @@ def decide(job: Job, measured: Mapping[str, Measured]) -> Decision:
 def _sensitive(job: Job, measured: Mapping[str, Measured]) -> tuple[list[dict[str, Any]], set[str]]:
     """Entries of the file, and the modules that they mean.
 
-    Experts are one entry: the means over their tokens.
+    Experts are one entry: the means over their tokens.  Where one of several weights that have an
+    input together is sensitive, all stay.
     """
     entries: list[dict[str, Any]] = []
     kept: set[str] = set()
     for work in job.works:
-        ops: dict[str, list[Unit]] = {}
+        groups: dict[str, list[Unit]] = {}
         for unit in work.units:
-            for place in unit.places:
-                ops.setdefault(place.name.removeprefix("shared_"), []).append(unit)
-        for op, units in ops.items():
-            found = _mean([measured[unit.module] for unit in units])
-            if found is not None and found.is_high:
+            groups.setdefault(_plain(unit.input.name), []).append(unit)
+        for units in groups.values():
+            ops: dict[str, list[Unit]] = {}
+            for unit in units:
+                for place in unit.places:
+                    ops.setdefault(_plain(place.name), []).append(unit)
+            found = {op: _mean([measured[unit.module] for unit in own]) for op, own in ops.items()}
+            if any(one is not None and one.is_high for one in found.values()):
                 kept |= {unit.module for unit in units}
-                entries.append(
-                    {
-                        "layer": work.index, "op": op, "flag": "bf16", "kl": _digits(found.kl),
-                        "R": _digits(found.spread), "energy": _digits(found.energy),
-                    }
-                )  # fmt: skip
+                entries += [_entry(work.index, op, one) for op, one in found.items()]
     return entries, kept
+
+
+def _plain(name: str) -> str:
+    """As sensitive_layers.json calls it: shared experts' weights like the others'."""
+    return name.removeprefix("shared_")
+
+
+def _entry(layer: int, op: str, found: Sensitivity | None) -> dict[str, Any]:
+    entry: dict[str, Any] = {"layer": layer, "op": op, "flag": "bf16"}
+    if found is not None:
+        entry |= {
+            "kl": _digits(found.kl), "R": _digits(found.spread), "energy": _digits(found.energy)
+        }  # fmt: skip
+    return entry
 
 
 def _mean(lines: Sequence[Measured]) -> Sensitivity | None:

@@ -70,6 +70,8 @@ def finish(
     # As published: what HMT adds to a configuration that it has read is not there.
     config = json.loads((checkpoint.path / _CONFIG).read_bytes())
     config["quantization_config"] = dict(section)
+    if isinstance(config.get("text_config"), dict):  # where some have what was true before
+        config["text_config"].pop("quantization_config", None)
     for file in copied:
         folder.write_file(folder.model / file.name, file.read_bytes())
     folder.write_file(folder.model / _CONFIG, json.dumps(config, indent=1).encode())
