@@ -17,6 +17,7 @@ from hmt.quant.methods.interface import Needs, QuantizedWeight, Statistics, Targ
 from hmt.quant.methods.rounding import importance, nearest, round_weight
 
 _BLOCK = 128  # inputs between two products with all that follow
+_AT_ONCE = 1 << 20  # numbers whose error is computed at once in f64
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,73 +48,84 @@ class GPTQ:
             raise ConfigError(
                 f"GPTQ needs a Hessian of at least one token, and has seen {inputs.tokens}"
             )
-        hessian = inputs.hessian.double() / inputs.tokens
+        hessian = inputs.hessian.double().div_(inputs.tokens)
         rounded = round_weight(weight, target, importance(hessian))
-        steps, zeros = _of_inputs(rounded, weight.shape[1])
-        codes = self._compensate(weight.float(), hessian, rounded, steps, zeros)
-        found = replace(rounded, codes=codes)
+        found = replace(rounded, codes=self._compensate(weight, hessian, rounded))
         # Greedy compensation can lose to rounding in a row, by clipping mostly.
         better = output_errors(weight, found, hessian) < output_errors(weight, rounded, hessian)
-        codes = torch.where(better[:, None], codes, rounded.codes)
-        found = replace(rounded, codes=codes)
-        for _ in range(self.sweeps):
-            found = _sweep(weight, found, hessian.float(), steps, zeros)
+        found = replace(rounded, codes=torch.where(better[:, None], found.codes, rounded.codes))
+        if self.sweeps:
+            steps, zeros = _of_inputs(rounded, weight.shape[1])
+            for _ in range(self.sweeps):
+                found = _sweep(weight, found, hessian.float(), steps, zeros)
         return found
 
-    def _compensate(
-        self,
-        weight: Tensor,
-        hessian: Tensor,
-        rounded: QuantizedWeight,
-        steps: Tensor,
-        zeros: Tensor | None,
-    ) -> Tensor:
+    def _compensate(self, weight: Tensor, hessian: Tensor, rounded: QuantizedWeight) -> Tensor:
         """Codes int8 [outputs, inputs] of one pass over the inputs."""
         order = torch.arange(len(hessian), device=weight.device)
         if self.act_order:
             order = hessian.diagonal().argsort(descending=True, stable=True)
-        upper = _inverse_root(hessian[order][:, order], self.damping)
-        left = weight[:, order]  # a copy, which later inputs' share of errors is taken from
-        codes = torch.empty_like(rounded.codes)
+        upper = _inverse_root(hessian, order, self.damping)
+        # Inputs are rows here, which numbers of one input are read and written fastest in.
+        steps = rounded.steps().T.contiguous()
+        zeros = rounded.zero_points
+        zeros = None if zeros is None else zeros.T.float().contiguous()
+        size = weight.shape[1] // len(steps)
+        left = weight.float().T[order]  # a copy, which later inputs' share of errors is taken from
+        codes = torch.empty(left.shape, dtype=torch.int8, device=weight.device)
+        groups = (order // size).tolist()
         for start in range(0, len(order), _BLOCK):
             stop = min(start + _BLOCK, len(order))
-            errors = torch.empty(len(weight), stop - start, device=weight.device)
+            errors = torch.empty(stop - start, len(weight), device=weight.device)
             for at in range(start, stop):
-                column = order[at]
-                zero = None if zeros is None else zeros[:, column]
-                code = nearest(left[:, at], steps[:, column], zero, rounded.target)
-                number = _numbers(code, steps[:, column], zero, rounded.target)
-                error = (left[:, at] - number) / upper[at, at]
-                left[:, at:stop] -= error[:, None] * upper[at, at:stop]
-                codes[:, column] = code
-                errors[:, at - start] = error
-            left[:, stop:] -= errors @ upper[start:stop, stop:]
-        return codes
+                step = steps[groups[at]]
+                zero = None if zeros is None else zeros[groups[at]]
+                code = nearest(left[at], step, zero, rounded.target)
+                number = _numbers(code, step, zero, rounded.target)
+                error = (left[at] - number) / upper[at, at]
+                left[at:stop].addr_(upper[at, at:stop], error, alpha=-1)
+                codes[at] = code
+                errors[at - start] = error
+            left[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+        del left, upper
+        out = torch.empty_like(rounded.codes)
+        out.T[order] = codes
+        return out
 
 
 def output_errors(weight: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> Tensor:
     """Mean squared error of each output: f64 [outputs], for a Hessian that is a mean."""
-    difference = quantized.dequantized().double() - weight.double()
-    return ((difference @ hessian.double()) * difference).sum(1)
+    numbers, hessian = quantized.dequantized(), hessian.double()
+    parts = []
+    for rows in torch.arange(len(weight)).split(max(1, _AT_ONCE // weight.shape[1])):
+        some = slice(int(rows[0]), int(rows[-1]) + 1)
+        difference = numbers[some].double() - weight[some]
+        parts.append(((difference @ hessian) * difference).sum(1))
+    return torch.cat(parts)
 
 
-def _inverse_root(hessian: Tensor, damping: float) -> Tensor:
+def _inverse_root(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
     """The upper Cholesky factor of the damped Hessian's inverse: f32 [inputs, inputs].
 
-    Where it is singular in spite of the damping, ten times as much is added until it is not.
+    Of the Hessian f64 with its inputs in `order`.  Its own factor from the last input to the first
+    is the inverse of what is wanted: a triangle to invert, instead of a matrix.  Where it is
+    singular in spite of the damping, ten times as much is added until it is not.
     """
     mean = hessian.diagonal().mean()
     mean = torch.where(mean > 0, mean, 1.0)
-    identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
+    backwards = order.flip(0)
     damping = max(damping, 1e-8)
     while True:
-        lower, failed = torch.linalg.cholesky_ex(hessian + identity * (mean * damping))
+        damped = hessian[backwards[:, None], backwards]
+        damped.diagonal().add_(mean * damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not failed:
-            inverse = torch.cholesky_inverse(lower)
-            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not failed:
-                return upper.float()
+            break
         damping *= 10
+    inverse = torch.eye(len(order), dtype=torch.float64, device=hessian.device)
+    torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+    return inverse.flip(0, 1).float()
 
 
 def _of_inputs(quantized: QuantizedWeight, inputs: int) -> tuple[Tensor, Tensor | None]:
