@@ -35,6 +35,13 @@ def quantize(
     asymmetric: Annotated[
         bool, typer.Option("--asymmetric", help="Integers with zero points.")
     ] = False,
+    recipe: Annotated[
+        str,
+        typer.Option(
+            help="uniform: the same bits everywhere; or mixed: values, outputs of attention and "
+            "shared experts in 8."
+        ),
+    ] = "uniform",
     bits_of: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,8 +59,9 @@ def quantize(
     calibration: Annotated[
         str,
         typer.Option(
-            help="Text that inputs of layers are measured with: builtin, or a file. A .jsonl file "
-            'has an object a line: {"text": ...}, or {"messages": [...]}.'
+            help="Text that inputs of layers are measured with: builtin; own, chats that the model "
+            "writes before; or a file. A .jsonl file has an object a line: "
+            '{"text": ...}, or {"messages": [...]}.'
         ),
     ] = "builtin",
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of it to read.")] = 128,
@@ -79,14 +87,14 @@ def quantize(
     try:
         with working("opening") as report:
             from hmt.engine import EngineConfig
-            from hmt.quantizing import QuantizeOptions, target_named
+            from hmt.quantizing import QuantizeOptions, bits_by_recipe, target_named
             from hmt.quantizing import quantize as run
 
             begin = time.perf_counter()
             options = QuantizeOptions(
                 method=method,
                 target=target_named(form, bits, group_size, not asymmetric),
-                bits_of=tuple(map(_bits_of, bits_of or ())),
+                bits_of=bits_by_recipe(recipe) + tuple(map(_bits_of, bits_of or ())),
                 keep=tuple(keep or ()),
                 calibration=calibration,
                 sequences=sequences,

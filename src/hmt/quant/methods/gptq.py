@@ -29,12 +29,12 @@ class GPTQ:
     act_order   inputs of large mean square first, as long as most others can make up for them
     sweeps      of cyclic descent after GPTQ's own pass, with scales of least squares before each;
                 one costs about as much as that pass.  On mini-dense at 4 bits two lower the KL
-                divergence of answers by 30%
+                divergence of answers by 30%, and one does as well with chats as calibration
     """
 
     damping: float = 0.01
     act_order: bool = True
-    sweeps: int = 2
+    sweeps: int = 1
 
     @property
     def needs(self) -> Needs:
