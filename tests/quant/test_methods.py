@@ -15,6 +15,7 @@ from hmt.quant.methods.gptq import GPTQ, output_errors
 from hmt.quant.methods.interface import Statistics, Target
 from hmt.quant.methods.refit import refit
 from hmt.quant.methods.rounding import Rounding, importance, round_weight
+from hmt.quant.methods.signround import SignRound
 
 TARGETS = [
     Target(bits=4, group_size=32),
@@ -160,6 +161,40 @@ def test_one_pass_is_gptqs_own_arithmetic():
     expected = replace(scales, codes=codes.to(torch.int8))
     found = GPTQ(act_order=False, sweeps=0).quantize(weight, inputs, target)
     assert torch.equal(found.codes, expected.codes)
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.kind == "int"])
+def test_signed_rounding_errs_less_and_in_no_row_more(target):
+    inputs, weight = correlated(128), random(32, 128, seed=3)
+    mean = inputs.hessian.double() / inputs.tokens
+    before = output_errors(weight, Rounding(weighted=True).quantize(weight, inputs, target), mean)
+    made = SignRound().quantize(weight, inputs, target)
+    after = output_errors(weight, made, mean)
+    assert (after <= before * 1.0001).all() and after.sum() < 0.8 * before.sum()
+    assert torch.equal(made.scales, made.scales.bfloat16().float())
+
+
+@pytest.mark.parametrize("target", [t for t in TARGETS if t.kind == "int"])
+def test_signed_rounding_stays_beside_the_nearest(target):
+    inputs, weight = correlated(128), random(8, 128, seed=3)
+    start = Rounding(weighted=True).quantize(weight, inputs, target)
+    made = SignRound(steps=20).quantize(weight, inputs, target)
+    assert ((made.scales / start.scales - 1).abs() <= 0.21).all()
+    # A number is at most half a step from its code, and half a step more by its offset; the largest
+    # of a grid stand for all beyond.
+    steps = made.steps().repeat_interleave(128 // made.scales.shape[1], 1)
+    zeros = 0 if target.symmetric else made.zero_points.float().repeat_interleave(
+        128 // made.scales.shape[1], 1
+    )  # fmt: skip
+    codes, exact = made.codes.float(), weight / steps + zeros
+    half = 1 << target.bits - 1
+    inside = (codes > -half + (target.bits == 8)) & (codes < half - 1)
+    assert ((codes - exact).abs()[inside] <= 1.001).all()
+
+
+def test_signed_rounding_is_for_integers():
+    with pytest.raises(ConfigError, match="not nvfp4"):
+        SignRound().quantize(random(4, 64), correlated(64), Target("nvfp4", group_size=16))
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.kind == "int"])

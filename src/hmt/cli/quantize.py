@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130  # as shells count: 128 + SIGINT
 _METHODS = (
-    "How weights are rounded: rtn, to the nearest; or gptq, which lets inputs make up for what "
-    "others lost by rounding."
+    "How weights are rounded: rtn, to the nearest; gptq, which lets inputs make up for what others "
+    "lost by rounding; or signround, which learns the direction of each."
 )
 _NAMED = 5  # weights that are named, of those with a note
 
