@@ -15,6 +15,7 @@ from hmt.base.errors import ConfigError
 from hmt.quant.methods.interface import Needs, QuantizedWeight, Statistics, Target
 from hmt.quant.methods.rounding import importance, nearest, round_weight
 
+_NUMBERS = 1 << 20  # of a weight that are learned at once, of which about ten f32 copies are alive
 _RANGE = 0.2  # how far a scale may be from the one that rounding to nearest has, as a share
 
 
@@ -45,46 +46,56 @@ class SignRound:
         if target.kind != "int":
             raise ConfigError(f"signround rounds to integers, not {target.kind}: choose gptq")
         hessian = inputs.hessian / inputs.tokens
-        best = round_weight(weight, target, importance(hessian))
-        groups = weight.float().view(*best.scales.shape, -1)
-        zeros = 0.0 if best.zero_points is None else best.zero_points.float()[..., None]
-        scales = best.scales
+        counts = importance(hessian)
+        step = max(1, _NUMBERS // weight.shape[1])
+        parts = []
+        for start in range(0, len(weight), step):
+            rows = weight[start : start + step].float()
+            parts.append(self._learn(rows, hessian, round_weight(rows, target, counts)))
+        zeros = [part.zero_points for part in parts if part.zero_points is not None]
+        return replace(
+            parts[0],
+            codes=torch.cat([part.codes for part in parts]),
+            scales=torch.cat([part.scales for part in parts]),
+            zero_points=torch.cat(zeros) if zeros else None,
+        )
+
+    def _learn(self, weight: Tensor, hessian: Tensor, rounded: QuantizedWeight) -> QuantizedWeight:
+        """The best of all steps for each row, the first of which is `rounded`."""
+        best, target = rounded, rounded.target
+        groups = weight.view(*rounded.scales.shape, -1)
+        zeros = rounded.zero_points
+        zeros = None if zeros is None else zeros.float()[..., None]
+        scales = rounded.scales[..., None]
         offsets, factors = torch.zeros_like(groups), torch.ones_like(scales)
         least = torch.full((len(weight),), torch.inf, device=weight.device)
         for step in range(self.steps + 1):
-            tried = replace(best, scales=(scales * factors).bfloat16().float())
-            steps = tried.scales[..., None].masked_fill(tried.scales[..., None] == 0, 1)
-            shares = groups / steps
-            codes = nearest(shares + offsets, torch.ones_like(steps), _zeros(best), target)
-            tried = replace(tried, codes=codes.view(weight.shape))
-            lost = tried.dequantized() - weight
+            tried = (scales * factors).bfloat16().float()
+            shares = groups / tried.masked_fill(tried == 0, 1)
+            codes = nearest(shares + offsets, torch.ones_like(tried), zeros, target)
+            numbers = codes.float() if zeros is None else codes.float() - zeros
+            lost = (numbers * tried).view(weight.shape) - weight
             slope = lost @ hessian
             errors = (slope * lost).sum(1)
             better = errors < least
             least = torch.where(better, errors, least)
-            best = _rows(better, tried, best)
+            best = _rows(better, codes.view(weight.shape), tried[..., 0], best)
             rate = 1 / self.steps * (1 - step / self.steps)
             slope = slope.view(groups.shape)
             # Rounding counts as the identity; a number that is cut off follows its scale alone.
-            numbers = codes.float() - zeros
-            inside = (numbers - shares).abs() <= 1
-            grown = torch.where(inside, numbers - shares, numbers)
-            pull = (slope * grown * scales[..., None]).sum(2)
-            offsets -= rate * torch.sign(slope * scales[..., None]) * inside
+            grown = numbers - shares
+            inside = grown.abs() <= 1
+            pull = (slope * torch.where(inside, grown, numbers) * scales).sum(2, keepdim=True)
+            offsets -= rate * torch.sign(slope * scales) * inside
             offsets.clamp_(-0.5, 0.5)
             factors = (factors - rate * pull.sign()).clamp_(1 - _RANGE, 1 + _RANGE)
         return best
 
 
-def _zeros(quantized: QuantizedWeight) -> Tensor | None:
-    zeros = quantized.zero_points
-    return None if zeros is None else zeros.float()[..., None]
-
-
-def _rows(chosen: Tensor, one: QuantizedWeight, other: QuantizedWeight) -> QuantizedWeight:
-    """Rows of `one` where they are chosen, else of `other`; both have the same zero points."""
+def _rows(chosen: Tensor, codes: Tensor, scales: Tensor, other: QuantizedWeight) -> QuantizedWeight:
+    """Codes and scales in rows that are chosen, and those of `other` in the rest."""
     return replace(
         other,
-        codes=torch.where(chosen[:, None], one.codes, other.codes),
-        scales=torch.where(chosen[:, None], one.scales, other.scales),
+        codes=torch.where(chosen[:, None], codes, other.codes),
+        scales=torch.where(chosen[:, None], scales, other.scales),
     )
