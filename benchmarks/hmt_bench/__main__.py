@@ -17,6 +17,7 @@ from hmt_bench.commands import (
     predictions,
     prefix,
     published,
+    quantized,
     soak,
     speculation,
     speculation_check,
@@ -43,6 +44,7 @@ app.command("plans")(plans.plans)
 app.command("predictions")(predictions.predictions)
 app.command("prefix")(prefix.prefix)
 app.command("published")(published.published)
+app.command("quantized")(quantized.quantized)
 app.command("soak")(soak.soak)
 app.command("speculation")(speculation.speculation)
 app.command("speculation-check")(speculation_check.speculation_check)
