@@ -19,6 +19,7 @@ from hmt_bench.commands import (
     prefix,
     published,
     quantize_large,
+    quantized,
     soak,
     speculation,
     speculation_check,
@@ -47,6 +48,7 @@ app.command("predictions")(predictions.predictions)
 app.command("prefix")(prefix.prefix)
 app.command("published")(published.published)
 app.command("quantize-large")(quantize_large.quantize_large)
+app.command("quantized")(quantized.quantized)
 app.command("soak")(soak.soak)
 app.command("speculation")(speculation.speculation)
 app.command("speculation-check")(speculation_check.speculation_check)

@@ -2,97 +2,41 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_seconds, parse_bytes
+from hmt.cli import quantize_options as options
 from hmt.cli.chosen_bits import chosen_lines
 
 if TYPE_CHECKING:
     from hmt.quantizing import Quantized
 
 _INTERRUPTED = 130  # as shells count: 128 + SIGINT
-_METHODS = (
-    "How weights are rounded: rtn, to the nearest; or gptq, which lets inputs make up for what "
-    "others lost by rounding."
-)
 _NAMED = 5  # weights that are named, of those with a note
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(help="Folder of a checkpoint in 16 bits, or in FP8.")],
-    out: Annotated[Path, typer.Argument(help="Folder to make; of compressed-tensors.")],
-    method: Annotated[str, typer.Option(help=_METHODS)] = "rtn",
-    form: Annotated[str, typer.Option("--format", help="int, nvfp4 or mxfp4.")] = "int",
-    bits: Annotated[
-        int | None, typer.Option(help="Of an integer, 2 to 8; 4 when left out.")
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(help="Inputs that share a scale: 32 when left out; 0: one for each row."),
-    ] = None,
-    asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="Integers with zero points.")
-    ] = False,
-    bits_of: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=BITS",
-            help="Other bits for modules in whose name a regular expression is found, such as "
-            "down_proj=8; may be repeated, and the last that is found counts.",
-        ),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN", help="Modules to leave as they are, likewise; may be repeated."
-        ),
-    ] = None,
-    target_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Of all tensors' files, such as 20GiB: bits of integers are chosen for each layer "
-            "by the error that they cause in its output, most for a byte first.",
-        ),
-    ] = None,
-    widths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BITS,...",
-            help="Bits that --target-size chooses from; 2,3,4,5,6,8 when left out.",
-        ),
-    ] = None,
-    sensitivity: Annotated[
-        bool,
-        typer.Option(
-            "--sensitivity",
-            help="Measure each weight at the bits asked for, leave those in 16 bits whose outputs "
-            "suffer most, and name them in OUT's sensitive_layers.json.",
-        ),
-    ] = False,
-    calibration: Annotated[
-        str,
-        typer.Option(
-            help="Text that inputs of layers are measured with: builtin, or a file. A .jsonl file "
-            'has an object a line: {"text": ...}, or {"messages": [...]}.'
-        ),
-    ] = "builtin",
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences of it to read.")] = 128,
-    length: Annotated[int, typer.Option(min=32, help="Tokens of each.")] = 512,
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for weights, statistics and activations; 80% of what is available when "
-            "left out."
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Replace a quantised model in OUT, once the new is complete."),
-    ] = False,
+    model: options.Model,
+    out: options.Out,
+    method: options.Method = "rtn",
+    form: options.Format = "int",
+    bits: options.Bits = None,
+    group_size: options.GroupSize = None,
+    asymmetric: options.Asymmetric = False,
+    recipe: options.Recipe = "uniform",
+    bits_of: options.BitsOf = None,
+    keep: options.Keep = None,
+    target_size: options.TargetSize = None,
+    widths: options.Widths = None,
+    sensitivity: options.Sensitivity = False,
+    calibration: options.Calibration = "builtin",
+    sequences: options.Sequences = 128,
+    length: options.Length = 512,
+    host_memory: options.HostMemory = None,
+    force: options.Force = False,
 ) -> None:
     """Quantise a model block by block, as a folder that transformers, vLLM and HMT load.
 
@@ -103,14 +47,14 @@ def quantize(
     try:
         with working("opening") as report:
             from hmt.engine import EngineConfig
-            from hmt.quantizing import WIDTHS, QuantizeOptions, target_named
+            from hmt.quantizing import WIDTHS, QuantizeOptions, bits_by_recipe, target_named
             from hmt.quantizing import quantize as run
 
             begin = time.perf_counter()
-            options = QuantizeOptions(
+            wanted = QuantizeOptions(
                 method=method,
                 target=target_named(form, bits, group_size, not asymmetric),
-                bits_of=tuple(map(_bits_of, bits_of or ())),
+                bits_of=bits_by_recipe(recipe) + tuple(map(_bits_of, bits_of or ())),
                 keep=tuple(keep or ()),
                 calibration=calibration,
                 sequences=sequences,
@@ -120,7 +64,7 @@ def quantize(
                 widths=WIDTHS if widths is None else _widths(widths),
                 host_memory_bytes=EngineConfig.resolve(host_memory=host_memory).host_memory_bytes,
             )
-            done = run(model.expanduser(), out.expanduser(), options, force=force, progress=report)
+            done = run(model.expanduser(), out.expanduser(), wanted, force=force, progress=report)
     except KeyboardInterrupt:
         notes().print("stopped; the same command goes on from here")
         raise typer.Exit(_INTERRUPTED) from None

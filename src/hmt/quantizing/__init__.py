@@ -2,4 +2,4 @@
 
 from hmt.quantizing.calibration_text import calibration_sequences
 from hmt.quantizing.driver import Quantized, quantize
-from hmt.quantizing.options import WIDTHS, QuantizeOptions, target_named
+from hmt.quantizing.options import WIDTHS, QuantizeOptions, bits_by_recipe, target_named

@@ -13,6 +13,7 @@ from hmt.base.errors import ConfigError
 from hmt.text import Tokenizer, documents
 
 BUILTIN: Final = "builtin"
+OWN: Final = "own"  # that the model writes itself: see `own_text.py`
 _MAX_BYTES: Final = 1 << 30
 _LEAST: Final = 16  # tokens of a sequence; shorter rests are left out
 

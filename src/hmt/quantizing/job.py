@@ -14,11 +14,12 @@ from hmt.engine.loading.source import open_source, sensitive_of, target
 from hmt.models import open_model
 from hmt.quant import Scheme
 from hmt.quant.methods.interface import Method, Target
-from hmt.quantizing.calibration_text import BUILTIN, calibration_sequences
+from hmt.quantizing.calibration_text import BUILTIN, OWN, calibration_sequences
 from hmt.quantizing.finishing import identity
 from hmt.quantizing.memory_plan import Layouts
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.options import QuantizeOptions
+from hmt.quantizing.own_text import own_sequences
 from hmt.quantizing.published import quantization_config
 from hmt.quantizing.units import LayerWork, plan_work
 from hmt.weights import bind, lay_out
@@ -81,9 +82,13 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
                 "keep: --method rtn needs none, without --sensitivity and --target-size"
             )
         length = min(options.length, model.spec.max_context)
-        sequences = calibration_sequences(
-            options.calibration, source.tokenizer(), options.sequences, length
-        )
+        count = options.sequences
+        if options.calibration == OWN:
+            sequences = own_sequences(path, count, length, options.host_memory_bytes)
+        else:
+            sequences = calibration_sequences(
+                options.calibration, source.tokenizer(), count, length
+            )
     return Job(checkpoint, model, layouts, works, method, sequences, options, _section(works))
 
 

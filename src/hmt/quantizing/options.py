@@ -11,6 +11,16 @@ from hmt.quant.methods.interface import Target
 KINDS: Final = ("int", "nvfp4", "mxfp4")
 _GROUPS: Final = {"nvfp4": 16, "mxfp4": 32}
 WIDTHS: Final = (2, 3, 4, 5, 6, 8)
+# What suffers most from few bits for the bytes that it has: values and what attention adds to the
+# hidden states (of linear attention too), and experts that every token passes.  Routers stay as
+# they are.
+_SENSITIVE: Final = (
+    r"(^|\.)(v_proj|qkv_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj|out_proj)$|shared_expert"
+)
+RECIPES: Final[Mapping[str, tuple[tuple[str, int], ...]]] = {
+    "uniform": (),
+    "mixed": ((_SENSITIVE, 8),),
+}
 _SMALLER: Final = (128, 64, 32, 16)  # groups, where the one that was asked for divides no row
 
 
@@ -108,6 +118,13 @@ class QuantizeOptions:
     def identity(self) -> Mapping[str, Any]:
         """All of it as JSON, to be compared with that of another run."""
         return asdict(self)
+
+
+def bits_by_recipe(name: str) -> tuple[tuple[str, int], ...]:
+    """`bits_of` of the recipe called so.  Raises ConfigError."""
+    if name not in RECIPES:
+        raise ConfigError(f"the recipe {name!r} is unknown; choose {' or '.join(RECIPES)}")
+    return RECIPES[name]
 
 
 def target_named(kind: str, bits: int | None, group_size: int | None, symmetric: bool) -> Target:
