@@ -7,20 +7,17 @@ layer is measured by rounding all weights of that name in the layer at once.
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from hmt.base.folders import writing
-from hmt.contracts.blocks import BlockId
-from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.plan import Tier
-from hmt.kernels import ops
 from hmt.memory import Ledger
 from hmt.quant.methods.interface import Statistics, Target
 from hmt.quantizing.folder import PartialFolder
@@ -39,6 +36,7 @@ from hmt.quantizing.measures import (
 from hmt.quantizing.memory_plan import ROWS_NUMBERS, MemoryPlan, groups_within, layer_layouts
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.observed import Observer
+from hmt.quantizing.rounded_weights import RoundedWeights
 from hmt.quantizing.stores import LayerWeights, open_store
 from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
@@ -200,7 +198,7 @@ class MeasureRun:
                 for unit in units
                 for place in unit.places
             }
-            rounded.append(_Rounded(store, targets, self._rounded))
+            rounded.append(RoundedWeights(store, targets, self._rounded))
         lost, tokens = [0.0] * len(groups), 0
         for hidden, step in self._hidden.samples(work.index, _STEPS):
             before = self._hidden.output(work.index, hidden.clone(), step, plain).float()
@@ -210,31 +208,6 @@ class MeasureRun:
                 after = self._hidden.output(work.index, hidden.clone(), step, weights).float()
                 lost[number] += float(((after - before).square().sum(1) / norms).sum())
         return [value / max(1, tokens) for value in lost]
-
-
-class _Rounded(LayerWeights):
-    """A layer's weights, some of which are rounded whenever they are leased."""
-
-    def __init__(self, store: WeightStore, targets: Mapping[ParamId, Target], rounded: Any) -> None:
-        super().__init__(store)
-        self._targets, self._rounded = targets, rounded
-
-    @contextmanager
-    def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
-        """See Weights."""
-        with super().lease(block) as params:
-            yield {name: self._of(ParamId(block, name), weight) for name, weight in params.items()}
-
-    def _of(self, place: ParamId, weight: WeightTensor) -> WeightTensor:
-        target = self._targets.get(place)
-        if target is None:
-            return weight
-        numbers = torch.empty(weight.shape)
-        step = max(1, ROWS_NUMBERS // weight.shape[1])
-        for start in range(0, weight.shape[0], step):
-            rows = slice(start, min(start + step, weight.shape[0]))
-            numbers[rows] = self._rounded(ops.dequantize(weight, torch.float32, rows), target)
-        return WeightTensor(Encoding.F32, weight.shape, numbers)
 
 
 def _read(file: Path) -> dict[str, Measured]:

@@ -1,0 +1,46 @@
+"""A layer's weights, some of which are rounded, to measure what that does to its output."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hmt.contracts.blocks import BlockId
+from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.kernels import ops
+from hmt.quant.methods.interface import Target
+from hmt.quantizing.memory_plan import ROWS_NUMBERS
+from hmt.quantizing.stores import LayerWeights
+from hmt.quantizing.structure import ParamId
+from hmt.weights import WeightStore
+
+
+class RoundedWeights(LayerWeights):
+    """A layer's weights, some of which are rounded whenever they are leased."""
+
+    def __init__(
+        self,
+        store: WeightStore,
+        targets: Mapping[ParamId, Target],
+        rounded: Callable[[Tensor, Target], Tensor],
+    ) -> None:
+        super().__init__(store)
+        self._targets, self._rounded = targets, rounded
+
+    @contextmanager
+    def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
+        """See Weights."""
+        with super().lease(block) as params:
+            yield {name: self._of(ParamId(block, name), weight) for name, weight in params.items()}
+
+    def _of(self, place: ParamId, weight: WeightTensor) -> WeightTensor:
+        target = self._targets.get(place)
+        if target is None:
+            return weight
+        numbers = torch.empty(weight.shape)
+        step = max(1, ROWS_NUMBERS // weight.shape[1])
+        for start in range(0, weight.shape[0], step):
+            rows = slice(start, min(start + step, weight.shape[0]))
+            numbers[rows] = self._rounded(ops.dequantize(weight, torch.float32, rows), target)
+        return WeightTensor(Encoding.F32, weight.shape, numbers)
