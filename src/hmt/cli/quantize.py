@@ -19,6 +19,22 @@ _METHODS = (
 )
 _NAMED = 5  # weights that are named, of those with a note
 
+_Recipe = Annotated[
+    str,
+    typer.Option(
+        help="uniform: the same bits everywhere; or mixed: values, outputs of attention and "
+        "shared experts in 8."
+    ),
+]
+_Calibration = Annotated[
+    str,
+    typer.Option(
+        help="Text that inputs of layers are measured with: builtin; own, chats that the model "
+        "writes before; or a file. A .jsonl file has an object a line: "
+        '{"text": ...}, or {"messages": [...]}.'
+    ),
+]
+
 
 def quantize(
     model: Annotated[Path, typer.Argument(help="Folder of a checkpoint in 16 bits, or in FP8.")],
@@ -35,13 +51,7 @@ def quantize(
     asymmetric: Annotated[
         bool, typer.Option("--asymmetric", help="Integers with zero points.")
     ] = False,
-    recipe: Annotated[
-        str,
-        typer.Option(
-            help="uniform: the same bits everywhere; or mixed: values, outputs of attention and "
-            "shared experts in 8."
-        ),
-    ] = "uniform",
+    recipe: _Recipe = "uniform",
     bits_of: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,14 +66,7 @@ def quantize(
             metavar="PATTERN", help="Modules to leave as they are, likewise; may be repeated."
         ),
     ] = None,
-    calibration: Annotated[
-        str,
-        typer.Option(
-            help="Text that inputs of layers are measured with: builtin; own, chats that the model "
-            "writes before; or a file. A .jsonl file has an object a line: "
-            '{"text": ...}, or {"messages": [...]}.'
-        ),
-    ] = "builtin",
+    calibration: _Calibration = "builtin",
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of it to read.")] = 128,
     length: Annotated[int, typer.Option(min=32, help="Tokens of each.")] = 512,
     host_memory: Annotated[
