@@ -13,7 +13,7 @@ from hmt.quantizing.options import QuantizeOptions
 from hmt.quantizing.units import LayerWork
 from hmt.weights.checksum import as_text, checksum
 
-FORMAT_VERSION: Final = 1  # of what is written; raised where equal options give other bytes
+FORMAT_VERSION: Final = 2  # of what is written; raised where equal options give other bytes
 _CONFIG: Final = "config.json"
 _SUFFIXES: Final = {".json", ".jinja", ".model", ".tiktoken", ".txt", ".md", ".py"}
 _NAMES: Final = ("LICENSE", "NOTICE")
