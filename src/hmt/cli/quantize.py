@@ -20,6 +20,45 @@ _METHODS = (
 )
 _NAMED = 5  # weights that are named, of those with a note
 
+_TargetSize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Of all tensors' files, such as 20GiB: bits of integers are chosen for each layer "
+        "by the error that they cause in its output, most for a byte first.",
+    ),
+]
+_Widths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="BITS,...",
+        help="Bits that --target-size chooses from; 2,3,4,5,6,8 when left out.",
+    ),
+]
+_Sensitivity = Annotated[
+    bool,
+    typer.Option(
+        "--sensitivity",
+        help="Measure each weight at the bits asked for, leave those in 16 bits whose outputs "
+        "suffer most, and name them in OUT's sensitive_layers.json.",
+    ),
+]
+_Calibration = Annotated[
+    str,
+    typer.Option(
+        help="Text that inputs of layers are measured with: builtin, or a file. A .jsonl file "
+        'has an object a line: {"text": ...}, or {"messages": [...]}.'
+    ),
+]
+_BitsOf = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=BITS",
+        help="Other bits for modules in whose name a regular expression is found, such as "
+        "down_proj=8; may be repeated, and the last that is found counts.",
+    ),
+]
+
 
 def quantize(
     model: Annotated[Path, typer.Argument(help="Folder of a checkpoint in 16 bits, or in FP8.")],
@@ -36,50 +75,17 @@ def quantize(
     asymmetric: Annotated[
         bool, typer.Option("--asymmetric", help="Integers with zero points.")
     ] = False,
-    bits_of: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=BITS",
-            help="Other bits for modules in whose name a regular expression is found, such as "
-            "down_proj=8; may be repeated, and the last that is found counts.",
-        ),
-    ] = None,
+    bits_of: _BitsOf = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN", help="Modules to leave as they are, likewise; may be repeated."
         ),
     ] = None,
-    target_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Of all tensors' files, such as 20GiB: bits of integers are chosen for each layer "
-            "by the error that they cause in its output, most for a byte first.",
-        ),
-    ] = None,
-    widths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BITS,...",
-            help="Bits that --target-size chooses from; 2,3,4,5,6,8 when left out.",
-        ),
-    ] = None,
-    sensitivity: Annotated[
-        bool,
-        typer.Option(
-            "--sensitivity",
-            help="Measure each weight at the bits asked for, leave those in 16 bits whose outputs "
-            "suffer most, and name them in OUT's sensitive_layers.json.",
-        ),
-    ] = False,
-    calibration: Annotated[
-        str,
-        typer.Option(
-            help="Text that inputs of layers are measured with: builtin, or a file. A .jsonl file "
-            'has an object a line: {"text": ...}, or {"messages": [...]}.'
-        ),
-    ] = "builtin",
+    target_size: _TargetSize = None,
+    widths: _Widths = None,
+    sensitivity: _Sensitivity = False,
+    calibration: _Calibration = "builtin",
     sequences: Annotated[int, typer.Option(min=1, help="Sequences of it to read.")] = 128,
     length: Annotated[int, typer.Option(min=32, help="Tokens of each.")] = 512,
     host_memory: Annotated[
