@@ -219,9 +219,7 @@ def test_captured_steps_show_what_is_watched(folder: Path, monkeypatch: pytest.M
     def spy(self: ActivationWatch, step: Any, hidden: torch.Tensor, *, stays: bool = True) -> None:
         see(self, step, hidden, stays=stays)
         for one in self.seen:
-            seen.extend(
-                (one.first + 8 * n, row.float().clone()) for n, row in enumerate(one.floats())
-            )
+            seen.extend((one.first + 8 * n, row.float().clone()) for n, row in enumerate(one.rows))
 
     monkeypatch.setattr(ActivationWatch, "see", spy)
     rows = []
