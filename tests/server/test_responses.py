@@ -160,7 +160,7 @@ def test_a_call_and_its_result(tooled: FastAPI) -> None:
         ({"type": "allowed_tools", "mode": "required", "tools": [
             {"type": "function", "name": "clock"}]}, {"clock"}),
     ],
-    ids=str,
+    ids=["any", "function", "custom", "allowed"],  # a set is written in any order
 )  # fmt: skip
 def test_a_call_can_be_demanded(tooled: FastAPI, choice: Any, names: set[str]) -> None:
     tools = [*TOOLS, PATCH, AGENTS, {"type": "web_search", "external_web_access": True}]
