@@ -95,10 +95,10 @@ def test_a_chat(app: FastAPI, model: LoadedModel) -> None:
     done = told(app, CHAT, chat())
     assert done["message"] == {"role": "assistant", "content": expected.text}
     assert done["prompt_eval_count"] == expected.prompt_tokens
-    assert done["eval_count"] == len(expected.tokens)
+    assert done["eval_count"] == len(expected.token_ids)
     tagged = told(app, CHAT, chat(model=f"{NAME}:latest", options=GREEDY | {"num_predict": 2}))
     assert (tagged["done_reason"], tagged["eval_count"]) == ("length", 2)
-    cut = expected.text[3:5]
+    cut = expected.text[1:2]
     short = told(app, CHAT, chat(options=GREEDY | {"stop": [cut], "num_ctx": 1 << 20}))
     assert short["message"]["content"] == expected.text[: expected.text.index(cut)]
     assert short["done_reason"] == "stop"
@@ -106,8 +106,8 @@ def test_a_chat(app: FastAPI, model: LoadedModel) -> None:
 
 def test_an_answer_goes_on(app: FastAPI) -> None:
     first = told(app, CHAT, chat())["message"]["content"]
-    begun = {"role": "assistant", "content": first[:4]}
-    assert first.startswith(first[:4] + told(app, CHAT, chat(USER, begun))["message"]["content"])
+    begun = {"role": "assistant", "content": first[:1]}
+    assert first == first[:1] + told(app, CHAT, chat(USER, begun))["message"]["content"]
 
 
 def test_a_text(app: FastAPI, model: LoadedModel) -> None:
