@@ -25,7 +25,7 @@ OPTIONS_IGNORED: Final[Mapping[str, str]] = {
     **reasons(
         "belongs to a sampler that is refused when it is on", ("mirostat_tau", "mirostat_eta")
     ),
-    "penalize_newline": "has no effect in Ollama either",
+    "penalize_newline": "a penalty is for all tokens",
 }  # fmt: skip
 
 OPTIONS_REFUSED: Final[Mapping[str, Refusal]] = {
