@@ -116,7 +116,7 @@ def object_of(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object; what a model wrote that is none is left out."""
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
