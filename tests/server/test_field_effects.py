@@ -218,6 +218,11 @@ def test_a_suffix_fills_in(tmp_path: Path) -> None:
         marked = [f"<|fim_prefix|>{p}<|fim_suffix|>): pass<|fim_middle|>" for p in body["prompt"]]
         wanted = sum(len(tokenizer.encode(text)) for text in marked)
         assert done["usage"]["prompt_tokens"] == wanted
+        ollamas = {"model": "fim", "prompt": "x = ", "suffix": "): pass", "stream": False}
+        with saying([*tokenizer.encode_bare("a b"), 4093]):
+            filled = post(app, "/api/generate", ollamas).json()
+        assert (filled["response"], filled["done_reason"]) == ("a b", "stop")
+        assert filled["prompt_eval_count"] == len(tokenizer.encode(marked[1]))
         assert post(app, TEXT, body | {"suffix": ""}).status_code == 200
         for fields, param in (({"echo": True}, "echo"), ({"prompt": [1, 2]}, "suffix")):
             told = post(app, TEXT, body | fields).json()["error"]

@@ -27,6 +27,8 @@ def test_no_request_makes_the_server_fail(model: LoadedModel) -> None:
     assert seen.pop("GET /health") == {200}
     names = ("chat/completions", "completions", "messages", "responses")
     assert {f"POST /v1/{name}" for name in names} <= set(seen)
+    assert {"POST /api/chat", "POST /api/generate", "POST /api/show"} <= set(seen)
+    assert seen.pop("GET /api/tags") == {200}
 
 
 def statuses_of(cases: Any, headers: dict[str, str]) -> set[int]:
@@ -42,7 +44,8 @@ def statuses_of(cases: Any, headers: dict[str, str]) -> set[int]:
         assert answer.status_code < 500 or (late and answer.status_code == 504), answer.text
         if answer.status_code >= 400:
             told = answer.json()["error"]
-            assert told["message"] and told["type"]
+            sentence = case.path.startswith("/api/")  # Ollama's form
+            assert told if sentence else told["message"] and told["type"]
         statuses.add(answer.status_code)
 
     ask()

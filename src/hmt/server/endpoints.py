@@ -5,6 +5,8 @@ from typing import Final
 from fastapi import APIRouter
 
 from hmt.server.anthropic import messages
+from hmt.server.ollama import models as ollama_models
+from hmt.server.ollama import routes as ollama
 from hmt.server.openai import chat, completions, embeddings, models
 from hmt.server.page import routes as page
 from hmt.server.responses import routes as responses
@@ -16,5 +18,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     embeddings.router,
     models.router,
     messages.router,
+    ollama.router,
+    ollama_models.router,
     page.router,
 )

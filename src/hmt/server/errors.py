@@ -1,6 +1,6 @@
 """Errors as clients expect them: {"error": {"message", "type", "param", "code"}} is OpenAI's form.
 
-Under /v1/messages they have Anthropic's.
+Under /v1/messages they have Anthropic's, and under /api/ Ollama's.
 """
 
 import json
@@ -44,6 +44,7 @@ _ANTHROPIC_CODES: Final = ("thread_not_found",)
 _BLOCKS: Final = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 ITEM_TAG: Final = "item "  # before the kinds of items and tools of the Responses API
 _ANTHROPIC_PATH: Final = "/v1/messages"
+_OLLAMA_PATH: Final = "/api/"
 _ANTHROPIC: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -101,19 +102,31 @@ class ApiError(Exception):
     def anthropic_body(self) -> dict[str, Any]:
         """The same for Anthropic's clients."""
         kind = _ANTHROPIC.get(self.status, "api_error")
-        where = "" if self.param is None else f"{self.param}: "
-        message = (
-            self.message if self.message.startswith(f"'{self.param}") else where + self.message
-        )
-        error: dict[str, Any] = {"type": kind, "message": message}
+        error: dict[str, Any] = {"type": kind, "message": self._placed}
         if self.code in _ANTHROPIC_CODES:
             error["details"] = {"error_code": self.code}
         return {"type": "error", "error": error}
 
+    @property
+    def ollama_body(self) -> dict[str, Any]:
+        """The same for Ollama's clients."""
+        return {"error": self._placed}
+
+    @property
+    def _placed(self) -> str:
+        """The message, with the parameter that it is about."""
+        if self.param is None or self.message.startswith(f"'{self.param}"):
+            return self.message
+        return f"{self.param}: {self.message}"
+
     def response(self, path: str) -> Response:
         """As a response of its own to a request to `path`."""
         # Only ASCII: a message may quote text that has no UTF-8.
-        body = self.anthropic_body if path.startswith(_ANTHROPIC_PATH) else self.body
+        body = self.body
+        if path.startswith(_ANTHROPIC_PATH):
+            body = self.anthropic_body
+        elif path.startswith(_OLLAMA_PATH):
+            body = self.ollama_body
         content = json.dumps(body).encode("ascii")
         return Response(content, self.status, self.headers, media_type="application/json")
 

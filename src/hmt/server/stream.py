@@ -1,4 +1,4 @@
-"""Responses that end when the client goes: server-sent events, and answers given at once."""
+"""Responses that end when the client goes: streams of events, and answers given at once."""
 
 import asyncio
 import json
@@ -46,26 +46,28 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class SseDialect:
+class StreamDialect:
     """How a stream is written, as whole events.
 
     event       of an event
     error       of an error that comes after the stream has begun
     keep_alive  of nothing, so that everybody knows that all is well
     done        what comes last
+    media_type  of the response
     """
 
     event: Callable[[Any], str]
     error: Callable[[ApiError], str]
     keep_alive: str
     done: str = ""
+    media_type: str = "text/event-stream"
 
 
 def _line(event: Any) -> str:
     return f"data: {json.dumps(event, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-OPENAI: Final = SseDialect(
+OPENAI: Final = StreamDialect(
     event=_line,
     error=lambda error: _line(error.body),
     keep_alive=": still at it\n\n",
@@ -74,7 +76,7 @@ OPENAI: Final = SseDialect(
 
 
 class EventStream(Response):
-    """A response of server-sent events, each a JSON object.
+    """A response of events, each a JSON object, as server-sent events or by lines.
 
     Leaves `context` when all is sent and when the client goes, at once.  An ApiError that comes
     while events are made is told as an event of its own.
@@ -84,10 +86,10 @@ class EventStream(Response):
         self,
         context: AbstractAsyncContextManager[Any],
         events: AsyncIterator[Any],
-        dialect: SseDialect = OPENAI,
+        dialect: StreamDialect = OPENAI,
         quiet_s: float = _QUIET_S,
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers=_HEADERS)
+        super().__init__(media_type=dialect.media_type, headers=_HEADERS)
         del self.headers["content-length"]
         self._context = context
         self._events = events

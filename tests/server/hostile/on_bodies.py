@@ -83,7 +83,7 @@ def strange_json(target: Target) -> None:
         b'{"model":' + digits + b"}", b'{"a":1e999999}', b'{"model":"m","model":"n"}', b"\x00",
     ):  # fmt: skip
         for path in (CHAT, TEXT, "/v1/embeddings", "/v1/messages", "/v1/responses", "/tokenize",
-                     "/detokenize"):  # fmt: skip
+                     "/detokenize", "/api/chat", "/api/generate", "/api/show"):  # fmt: skip
             refused(target.post(path, body), f"{body[:30]!r} at {path}", (400, 404, 422))
 
 

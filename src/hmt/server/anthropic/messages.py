@@ -16,9 +16,9 @@ from hmt.server.client import off_loop
 from hmt.server.errors import as_api_error
 from hmt.server.generation import Generation
 from hmt.server.openai.chat_turn import ChatTurn, begin_chat
-from hmt.server.openai.output_parser import AnswerParser, ParsedAnswer
+from hmt.server.openai.output_parser import AnswerParser, ParsedAnswer, object_of
 from hmt.server.service import ApiRequest, service_of
-from hmt.server.stream import EventStream, SseDialect, unless_gone
+from hmt.server.stream import EventStream, StreamDialect, unless_gone
 from hmt.server.thinking import Thinking, thinking
 from hmt.text import Tokenizer
 
@@ -30,7 +30,7 @@ def _line(event: dict[str, Any]) -> str:
     return f"event: {event['type']}\ndata: {data}\n\n"
 
 
-ANTHROPIC = SseDialect(
+ANTHROPIC = StreamDialect(
     event=_line,
     error=lambda error: _line(error.anthropic_body),
     keep_alive=_line({"type": "ping"}),
@@ -169,16 +169,7 @@ def _blocks(said: ParsedAnswer) -> Iterator[tuple[dict[str, Any], dict[str, Any]
     for call in said.calls:
         block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": call.name}
         delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        yield delta, block | {"input": _object(call.arguments)} if call.name else {}
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Arguments as this API has them; what a model wrote that is no object is left out."""
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+        yield delta, block | {"input": object_of(call.arguments)} if call.name else {}
 
 
 def _end(last: TokenEvent, *, called: bool) -> dict[str, str | None]:

@@ -1,5 +1,6 @@
 """What an answer's text consists of: reasoning, the answer itself, calls of tools."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,15 @@ class OutputParser:
         if style is not None:
             calls = style.reader(names, self.tools, early=early, hidden=marks)
         return AnswerParser(None, reasoning, calls, self.several)
+
+
+def object_of(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object; what a model wrote that is none is left out."""
+    try:
+        found = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def style_of(tokenizer: Tokenizer) -> ToolStyle:

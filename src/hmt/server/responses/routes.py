@@ -19,7 +19,7 @@ from hmt.server.responses.schemas import ResponsesBody
 from hmt.server.responses.store import ResponseStore
 from hmt.server.responses.writer import ResponseWriter, heading_of, usage
 from hmt.server.service import service_of
-from hmt.server.stream import EventStream, SseDialect, unless_gone
+from hmt.server.stream import EventStream, StreamDialect, unless_gone
 from hmt.server.thinking import thinking
 
 router = APIRouter()
@@ -58,7 +58,7 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
         {tool.known_as: tool for tool in body.offered},
     )
     if body.stream:
-        dialect = SseDialect(
+        dialect = StreamDialect(
             event=_line,
             error=lambda error: _line(writer.fail(error)),
             keep_alive=": still at it\n\n",
