@@ -13,7 +13,7 @@ import torch
 from gguf_conventions import VOCABULARY, conventions
 from mmproj_files import write_mmproj, write_text
 from transformers import CONFIG_MAPPING, Qwen3_5ForConditionalGeneration
-from vision_families import FAMILIES, family_logits, family_model, publish_family
+from vision_families import FAMILIES, Case, family_logits, family_model, publish_family
 from vision_models import (
     BEGIN,
     END,
@@ -128,7 +128,10 @@ def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"projector": "ldp"}, "projector of type 'ldp'; HMT reads gemma3, qwen2.5vl_merger, "),
+        (
+            {"projector": "ldp"},
+            "projector of type 'ldp'; HMT reads gemma3, .*pixtral, qwen2.5vl_merger, ",
+        ),
         ({"projector": "qwen2vl_merger"}, "belongs to models of architecture qwen2vl"),
         (
             {"more": ["v.blk.0.ls1.weight"]},
@@ -245,6 +248,64 @@ def test_gemma3_sees_squares(tmp_path: Path) -> None:
     expected = wanted[range(len(tokens) - 1), tokens[1:]]
     torch.testing.assert_close(torch.tensor(logprobs_of(found)), expected, atol=1e-4, rtol=0)
     for changed, why in (({"scale": 5}, "scale_factor 5"), ({"image_size": 28}, "image_size 28")):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
+
+
+def spoken(file: Path, words: list[int]) -> tuple[list[int], Completion]:
+    """Tokens of a prompt as it is written with `IMAGES`, and the answer."""
+    with hmt.Engine(**OPTIONS) as engine:
+        loaded = engine.load_model(file)
+        request = asked(words)
+        return loaded._input.process(request, None).state.tokens, loaded.infer(request)
+
+
+def check_logprobs(case: Case, model: Any, folder: Path, whole: list[int], got: Completion) -> None:
+    """Log-probabilities are transformers', whose image processor is that of `folder`."""
+    publish_family(case, model, folder)
+    tokens = [*whole, *got.token_ids]
+    wanted = family_logits(model, folder, tokens, list(IMAGES)).log_softmax(-1)
+    expected = wanted[range(len(tokens) - 1), tokens[1:]]
+    torch.testing.assert_close(torch.tensor(logprobs_of(got)), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_mistral3_sees_rows(kind: str, tmp_path: Path) -> None:
+    """Behind each row of tokens is one, which the language model's vocabulary names."""
+    _, text, tower, own, processor = FAMILIES["mistral3"]
+    tower = dict(tower) | {"image_size": 48}
+    if kind == "Q8_0":  # of whole blocks of it
+        tower |= {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "hidden_act": "silu"}
+    case = ("mistral3", text, tower, own, processor)
+    model = family_model(case)
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: kind)
+    file = write_text(model, tmp_path / "model.gguf")
+    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
+    whole, got = spoken(file, words)
+    rows, narrow = [*[IMAGE] * 5, BEGIN], [*[IMAGE] * 3, BEGIN]
+    assert whole == [
+        300,
+        17,
+        *rows * 2,
+        *rows[:-1],
+        END,
+        81,
+        99,
+        2000,
+        *narrow * 5,
+        *narrow[:-1],
+        END,
+        45,
+    ]
+    check_logprobs(case, model, tmp_path / "folder", whole, got)
+    if kind == "Q8_0":
+        return
+    for changed, why in (
+        ({"merge": 3}, "spatial_merge_size 3"),
+        ({"epsilon": 1e-3}, "layer_norm_epsilon"),
+        ({"image_size": 4}, "image_size 4"),
+    ):
         write_mmproj(model, mmproj, **changed)
         with pytest.raises(CheckpointError, match=why):
             answer(file, asked(words), mmproj=mmproj)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hmt.base.errors import HeaderError
+from hmt.base.errors import CheckpointError, HeaderError
 from hmt.contracts.checkpoint import TensorRecord
 from hmt.formats.gguf.keys import Keys
 
@@ -19,6 +19,13 @@ FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
 MERGE: Final = "vision.spatial_merge_size"
 _WINDOW: Final = 112  # pixels, where a file does not say
 _MOST_WINDOW: Final = 4096
+_MOST_MERGE: Final = 16
+_MOST_SIDE: Final = 1 << 14  # pixels of an image
+_PIXTRAL_EPSILON: Final = 1e-5  # of its norms, which its model has by itself
+
+Prepared = Callable[
+    [Keys, Mapping[str, Any], Mapping[str, TensorRecord]], tuple[dict[str, Any], dict[str, Any]]
+]
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,15 @@ class Projector:
     processor   what its image processor does that files do not say: as published with the models
     at, blocks  how names of parameters begin, and those of a layer behind that
     out         the tensor, and which of its sizes features have
-    square      images are resized to one size, and names of sizes are SigLIP's
-    around      names of tokens in front of an image's and behind them
+    prepared    of types whose images are no grids of two frames: fields of config.json, and of
+                the image processor, by keys, vision_config and the file's tensors
+    plain       names of tensors that are parameters by themselves
+    around      names of tokens in front of an image's and behind them; without any in front, of
+                those behind each row and behind the last
+    mark        the token that stands for an image in a prompt; empty: that of its features
+    turned      rows of queries and keys lie in llama.cpp's order
+    also_blind  such language models are also published without an encoder, by the same type
+    unused      tensors that say what the language model's file says
     """
 
     models: Mapping[str, tuple[str, str]]
@@ -46,8 +60,13 @@ class Projector:
     at: str = "model.visual."
     blocks: str = "blocks.{}."
     out: tuple[str, int] = ("mm.2.weight", 0)
-    square: bool = False
+    prepared: Prepared | None = None
+    plain: Mapping[str, str] = field(default_factory=dict)
     around: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    mark: str = ""
+    turned: bool = False
+    also_blind: bool = False
+    unused: frozenset[str] = frozenset()
 
 
 def _silu_windows(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
@@ -105,6 +124,60 @@ def _siglip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
         "image_size": side * patch,
         "vision_use_head": False,
     }
+
+
+def _squares(
+    keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of Gemma 3."""
+    side, patch = vision["image_size"], vision["patch_size"]
+    scale, patches = keys.count("vision.projector.scale_factor", 4), side // patch
+    if not 0 < scale <= patches or patches % scale:
+        raise keys.unread("vision.projector.scale_factor", f"and an image has {patches} patches")
+    own = {"mm_tokens_per_image": (patches // scale) ** 2}
+    return own, {"size": {"height": side, "width": side}}
+
+
+def _axial(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """Pixtral's, whose positions are rotary, on two axes."""
+    epsilon = keys.number("vision.attention.layer_norm_epsilon", _PIXTRAL_EPSILON)
+    if not math.isclose(epsilon, _PIXTRAL_EPSILON, rel_tol=1e-3):
+        raise keys.unread("vision.attention.layer_norm_epsilon", f"not {_PIXTRAL_EPSILON}")
+    queries = size_of(records, "v.blk.0.attn_q.weight", 0)
+    dim, left = divmod(queries, keys.count("vision.attention.head_count"))
+    if left or dim % 4:
+        raise keys.unread("vision.attention.head_count", f"and queries have {queries} numbers")
+    return {
+        "model_type": "pixtral",
+        "hidden_size": width_of(records),
+        "intermediate_size": wide_of(records),
+        "head_dim": dim,
+        "hidden_act": "gelu" if keys.flag("use_gelu", False) else "silu",
+        "image_size": keys.count("vision.image_size"),
+    }
+
+
+def _rows(
+    keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of Mistral 3."""
+    merge, patch, name = keys.count(MERGE, 1), vision["patch_size"], "mm.patch_merger.weight"
+    if name not in records:
+        raise CheckpointError(
+            f"{keys.what} has no {name}, as those of Pixtral 12B: use the model's safetensors"
+        )
+    merged = size_of(records, name, 1)
+    if merge > _MOST_MERGE or merged != vision["hidden_size"] * merge**2:
+        raise keys.unread(MERGE, f"and its tokens are made of {merged} numbers")
+    longest = vision["image_size"]
+    if not patch * merge <= longest <= _MOST_SIDE:
+        raise keys.unread("vision.image_size", f"and a token has {patch * merge} pixels")
+    own = {
+        "spatial_merge_size": merge,
+        "vision_feature_layer": -1,
+        "multimodal_projector_bias": "mm.1.bias" in records,
+    }
+    return own, {"size": {"longest_edge": longest}, "patch_size": patch}
 
 
 _QWEN_TOKENS: Final = {
@@ -202,8 +275,44 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         at="model.",
         blocks="vision_tower.encoder.layers.{}.",
         out=("mm.input_projection.weight", 1),
-        square=True,
+        prepared=_squares,
+        plain={
+            "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
+        },
         around=(("\n\n", "<start_of_image>"), ("<end_of_image>", "\n\n")),
+        mark="<start_of_image>",
+    ),
+    "pixtral": Projector(
+        dict.fromkeys(("llama", "mistral3"), ("mistral3", "Mistral3ForConditionalGeneration")),
+        {"image_token_index": "[IMG]"},
+        _axial,
+        {
+            "ln1": "attention_norm",
+            "ln2": "ffn_norm",
+            "attn_q": "attention.q_proj",
+            "attn_k": "attention.k_proj",
+            "attn_v": "attention.v_proj",
+            "attn_out": "attention.o_proj",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        {
+            "v.patch_embd": "vision_tower.patch_conv",
+            "v.pre_ln": "vision_tower.ln_pre",
+            "mm.input_norm": "multi_modal_projector.norm",
+            "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+            "mm.1": "multi_modal_projector.linear_1",
+            "mm.2": "multi_modal_projector.linear_2",
+        },
+        {"image_processor_type": "PixtralImageProcessor"},
+        at="model.",
+        blocks="vision_tower.transformer.layers.{}.",
+        prepared=_rows,
+        around=((), ("[IMG_BREAK]", "[IMG_END]")),
+        turned=True,
+        also_blind=True,
+        unused=frozenset({"v.token_embd.img_break"}),
     ),
 }
 

@@ -21,7 +21,7 @@ from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
 from hmt.models.vision.processing import (
     Processing,
-    WithTokens,
+    from_file,
     with_text,
     writes_text,
 )
@@ -176,7 +176,7 @@ def _opened(
         processing = (
             with_text(whole, folder, token, processor)
             if written is None
-            else WithTokens(processor, token, written)
+            else from_file(whole, token, processor, written)
         )
         sizes = _probed_sizes(whole, processing)
         encoder = Encoder(tower, processing, sizes, axes=axes, together=_together(whole))
