@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "qwen3_vl_moe": gguf.MODEL_ARCH.QWEN3VLMOE,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "mistral3": gguf.MODEL_ARCH.MISTRAL3,
+    "internvl": gguf.MODEL_ARCH.QWEN2,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
@@ -42,6 +43,7 @@ _OWN_WORDS = {
         4: "<start_of_image>", 5: "<end_of_image>", 6: "<image_soft_token>", 7: "\n\n",
     },
     "mistral3": {4: "[IMG_BREAK]", 5: "[IMG_END]", 6: "[IMG]"},
+    "internvl": {4: "<img>", 5: "</img>", 6: "<IMG_CONTEXT>"},
 }  # fmt: skip
 _EPSILONS = {"mistral3": 1e-5}
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
@@ -227,7 +229,12 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
         writer.add_vision_spatial_merge_size(merge)
         return
     writer.add_vision_use_gelu(True)
-    scale = side // patch // round(model.config.mm_tokens_per_image**0.5)
+    if kind == "internvl":
+        writer.add_uint32("clip.vision.preproc_min_tiles", 1)
+        writer.add_uint32("clip.vision.preproc_max_tiles", changed.get("tiles", 3))
+        scale = round(1 / model.config.downsample_ratio)
+    else:
+        scale = side // patch // round(model.config.mm_tokens_per_image**0.5)
     writer.add_vision_projector_scale_factor(changed.get("scale", scale))
 
 
@@ -237,6 +244,9 @@ def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Te
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(vision.num_hidden_layers, 4))
     for whole, tensor in model.state_dict().items():
         name = whole.removeprefix("model.").replace("_weight", ".weight")
+        if kind == "internvl" and "language_model" not in name and name != "lm_head.weight":
+            yield [(_intern_name(names, whole), tensor)]
+            continue
         if name.startswith(("vision_tower.", "multi_modal_projector.")):
             if kind == "gemma3":
                 name = name.replace("vision_tower.", "vision_tower.vision_model.")
@@ -249,6 +259,17 @@ def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Te
                 yield [(target, tensor)]
         elif kind == "mistral3" and name.endswith("embed_tokens.weight"):
             yield [("v.token_embd.img_break", tensor[4])]
+
+
+def _intern_name(names: gguf.TensorNameMap, whole: str) -> str:
+    """Of InternVL, whose converter knows names of OpenGVLab's, and of Intern-S1."""
+    for number, part in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2")):
+        whole = whole.replace(f"model.multi_modal_projector.{part}.", f"mlp1.{number}.")
+    if ".lambda_" in whole or "position_embedding" in whole:
+        whole += ".weight"
+    target = names.get_name(whole, try_suffixes=(".weight", ".bias"))
+    assert target is not None, whole
+    return target
 
 
 def _rounded(

@@ -130,7 +130,7 @@ def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
     [
         (
             {"projector": "ldp"},
-            "projector of type 'ldp'; HMT reads gemma3, .*pixtral, qwen2.5vl_merger, ",
+            "projector of type 'ldp'; HMT reads gemma3, .*, pixtral, qwen2.5vl_merger, ",
         ),
         ({"projector": "qwen2vl_merger"}, "belongs to models of architecture qwen2vl"),
         (
@@ -305,6 +305,36 @@ def test_mistral3_sees_rows(kind: str, tmp_path: Path) -> None:
         ({"merge": 3}, "spatial_merge_size 3"),
         ({"epsilon": 1e-3}, "layer_norm_epsilon"),
         ({"image_size": 4}, "image_size 4"),
+    ):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
+
+
+@pytest.mark.parametrize("name", ["internvl", "internvl-biased", "internvl-normed"])
+def test_internvl_sees_tiles(name: str, tmp_path: Path) -> None:
+    """Their tokens stand between two that the language model's vocabulary names."""
+    kind, text, tower, own, processor = FAMILIES["internvl"]
+    if name == "internvl-biased":
+        tower = dict(tower) | {"attention_bias": True}
+    if name == "internvl-normed":
+        tower = dict(tower) | {"use_qk_norm": True, "norm_type": "rms_norm"}
+    case = (kind, text, tower, own, processor)
+    model = family_model(case)
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16")
+    file = write_text(model, tmp_path / "model.gguf")
+    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
+    whole, got = spoken(file, words)
+    wide, narrow = ([BEGIN, *[IMAGE] * 9 * n, END] for n in (3, 4))
+    assert whole == [300, 17, *wide, 81, 99, 2000, *narrow, 45]
+    check_logprobs(case, model, tmp_path / "folder", whole, got)
+    if name != "internvl":
+        return
+    for changed, why in (
+        ({"scale": 4}, "scale_factor 4"),
+        ({"scale": 1}, "scale_factor 1"),
+        ({"image_size": 28}, "image_size 28"),
+        ({"tiles": 1000}, "preproc_max_tiles 1000"),
     ):
         write_mmproj(model, mmproj, **changed)
         with pytest.raises(CheckpointError, match=why):

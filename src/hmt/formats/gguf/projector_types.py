@@ -20,6 +20,7 @@ MERGE: Final = "vision.spatial_merge_size"
 _WINDOW: Final = 112  # pixels, where a file does not say
 _MOST_WINDOW: Final = 4096
 _MOST_MERGE: Final = 16
+_TILES, _MOST_TILES = 12, 64
 _MOST_SIDE: Final = 1 << 14  # pixels of an image
 _PIXTRAL_EPSILON: Final = 1e-5  # of its norms, which its model has by itself
 
@@ -41,7 +42,8 @@ class Projector:
     out         the tensor, and which of its sizes features have
     prepared    of types whose images are no grids of two frames: fields of config.json, and of
                 the image processor, by keys, vision_config and the file's tensors
-    plain       names of tensors that are parameters by themselves
+    plain       parameters without `weight` in their names, and how many sizes they have; in names
+                of tensors, too, {} is a layer's number
     around      names of tokens in front of an image's and behind them; without any in front, of
                 those behind each row and behind the last
     mark        the token that stands for an image in a prompt; empty: that of its features
@@ -61,7 +63,7 @@ class Projector:
     blocks: str = "blocks.{}."
     out: tuple[str, int] = ("mm.2.weight", 0)
     prepared: Prepared | None = None
-    plain: Mapping[str, str] = field(default_factory=dict)
+    plain: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     around: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     mark: str = ""
     turned: bool = False
@@ -130,12 +132,64 @@ def _squares(
     keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of Gemma 3."""
-    side, patch = vision["image_size"], vision["patch_size"]
-    scale, patches = keys.count("vision.projector.scale_factor", 4), side // patch
+    side, (_, rows) = vision["image_size"], _scaled(keys, vision, 4)
+    return {"mm_tokens_per_image": rows}, {"size": {"height": side, "width": side}}
+
+
+def _intern(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """InternVL's, with a position for what is no patch in front."""
+    width, patch = width_of(records), size_of(records, FRAMES[0], 3)
+    positions = records.get("v.position_embd.weight")
+    rows = math.prod(positions.shape) // width if positions is not None else 0
+    side = math.isqrt(max(rows - 1, 0))
+    if side**2 + 1 != rows or keys.count("vision.image_size", side * patch) != side * patch:
+        raise keys.unread("vision.image_size", f"and the file has {rows} positions")
+    return {
+        "model_type": "internvl_vision",
+        "hidden_size": width,
+        "intermediate_size": wide_of(records),
+        "hidden_act": "silu" if keys.flag("use_silu", False) else "gelu",
+        "layer_norm_eps": keys.number("vision.attention.layer_norm_epsilon", 1e-6),
+        "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in records else "rms_norm",
+        "use_qk_norm": "v.blk.0.attn_q_norm.weight" in records,
+        "attention_bias": "v.blk.0.attn_q.bias" in records,
+        "image_size": side * patch,
+    }
+
+
+def _tiles(
+    keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of InternVL, which cuts images into squares."""
+    side, least = vision["image_size"], keys.count("vision.preproc_min_tiles", 1)
+    most = keys.count("vision.preproc_max_tiles", _TILES)
+    if not least <= most <= _MOST_TILES:
+        raise keys.unread("vision.preproc_max_tiles", f"and an image has at least {least} tiles")
+    scale, rows = _scaled(keys, vision, 2)
+    wide = size_of(records, "mm.model.mlp.1.weight", 1)
+    if wide != vision["hidden_size"] * scale**2:
+        raise keys.unread("vision.projector.scale_factor", f"and tokens are made of {wide} numbers")
+    own = {
+        "image_seq_length": rows,
+        "downsample_ratio": 1 / scale,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "default",
+    }
+    return own, {
+        "size": {"height": side, "width": side},
+        "crop_to_patches": True,
+        "min_patches": least,
+        "max_patches": most,
+    }
+
+
+def _scaled(keys: Keys, vision: Mapping[str, Any], default: int) -> tuple[int, int]:
+    """Patches of a token in each direction, and tokens of a square image."""
+    patches = vision["image_size"] // vision["patch_size"]
+    scale = keys.count("vision.projector.scale_factor", default)
     if not 0 < scale <= patches or patches % scale:
         raise keys.unread("vision.projector.scale_factor", f"and an image has {patches} patches")
-    own = {"mm_tokens_per_image": (patches // scale) ** 2}
-    return own, {"size": {"height": side, "width": side}}
+    return scale, (patches // scale) ** 2
 
 
 def _axial(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
@@ -277,10 +331,52 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         out=("mm.input_projection.weight", 1),
         prepared=_squares,
         plain={
-            "mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight",
+            "mm.input_projection.weight": (
+                "multi_modal_projector.mm_input_projection_weight",
+                2,
+            ),
         },
         around=(("\n\n", "<start_of_image>"), ("<end_of_image>", "\n\n")),
         mark="<start_of_image>",
+    ),
+    "internvl": Projector(
+        dict.fromkeys(
+            ("llama", "qwen2", "qwen3", "qwen3moe"),
+            ("internvl", "InternVLForConditionalGeneration"),
+        ),
+        {"image_token_id": "<IMG_CONTEXT>"},
+        _intern,
+        {
+            "ln1": "layernorm_before",
+            "ln2": "layernorm_after",
+            "attn_q": "attention.q_proj",
+            "attn_k": "attention.k_proj",
+            "attn_v": "attention.v_proj",
+            "attn_q_norm": "attention.q_norm",
+            "attn_k_norm": "attention.k_norm",
+            "attn_out": "attention.projection_layer",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
+            "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+            "mm.model.mlp.1": "multi_modal_projector.linear_1",
+            "mm.model.mlp.3": "multi_modal_projector.linear_2",
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor"},
+        at="model.",
+        blocks="vision_tower.encoder.layer.{}.",
+        out=("mm.model.mlp.3.weight", 0),
+        prepared=_tiles,
+        plain={
+            "v.class_embd": ("vision_tower.embeddings.cls_token", 3),
+            "v.position_embd.weight": ("vision_tower.embeddings.position_embeddings", 3),
+            "v.blk.{}.ls1.weight": ("vision_tower.encoder.layer.{}.lambda_1", 1),
+            "v.blk.{}.ls2.weight": ("vision_tower.encoder.layer.{}.lambda_2", 1),
+        },
+        around=(("<img>",), ("</img>",)),
+        also_blind=True,
     ),
     "pixtral": Projector(
         dict.fromkeys(("llama", "mistral3"), ("mistral3", "Mistral3ForConditionalGeneration")),

@@ -36,6 +36,7 @@ from hmt.formats.gguf.projector_types import (
 )
 
 CLIP: Final = "clip"  # general.architecture of these files
+_ROWS: Final = ("mm_tokens_per_image", "image_seq_length")  # tokens of an image, or of a tile
 _QUERIES: Final = ("attn_q", "attn_k", "attn_v")
 _MOST_MERGE: Final = 16
 _SOUND: Final = ("a.", "mm.a.")  # parts of encoders of sound, which are left aside
@@ -157,8 +158,12 @@ def _forms(
         if name:
             minus = float(record.name in _SHIFTED)
             forms[f"{projector.at}{name}.{kind}"] = plain_form(record, minus, turned)
-        elif record.name in projector.plain:
-            forms[projector.at + projector.plain[record.name]] = plain_form(record)
+            continue
+        layer = match[1] if match is not None and record.name.startswith("v.blk.") else ""
+        whole = projector.plain.get(record.name.replace(f".{layer}.", ".{}.", 1))
+        if whole is not None:
+            own, sizes = whole
+            forms[projector.at + own.format(layer)] = plain_form(_of_sizes(record, sizes))
     if projector.prepared is not None:
         return forms
     for layer in range(depth_of(records)):
@@ -172,6 +177,14 @@ def _forms(
                 forms[name] = Joined(pieces, (rows, *there[0].shape[1:]))
     forms[f"{projector.at}{projector.trunk['v.patch_embd']}.weight"] = _kernel(header)
     return forms
+
+
+def _of_sizes(record: TensorRecord, sizes: int) -> TensorRecord:
+    """The same numbers with as many sizes, of which the first are 1."""
+    shape = list(record.shape)
+    while len(shape) > 1 and shape[0] == 1:
+        del shape[0]
+    return replace(record, shape=(*[1] * (sizes - len(shape)), *shape))
 
 
 def _check_all_read(header: GgufHeader, forms: Mapping[str, Form], unused: frozenset[str]) -> None:
@@ -302,6 +315,9 @@ def _written(
                 "images"
             )
         return {"behind_rows": behind}
+    for text in (*projector.around[0], *projector.around[1]):
+        if text not in numbers and text.strip():
+            raise CheckpointError(f"the model's vocabulary has no token {text}, for images")
     mark = numbers.get(projector.mark, token)
-    rows = encoder.own["mm_tokens_per_image"]
+    rows = next(n for key, n in encoder.own.items() if key in _ROWS)
     return {"mark": mark, "front": front, "rows": rows, "behind": behind}

@@ -78,17 +78,19 @@ class WithRows(Processing):
 class WithTokens(Processing):
     """Tokens are written around as many rows as each image has, as a file with an encoder says.
 
-    written   `front` and `behind` are tokens around `rows`; `mark` is an image's in a prompt
+    written   `front` and `behind` are tokens around `rows` for each square that an image is cut
+              into; `mark` is an image's token in a prompt
     """
 
     def __init__(self, processor: Any, token: int, written: Mapping[str, Any]) -> None:
         front, behind = written["front"], written["behind"]
         super().__init__(processor, written["mark"], token)
-        self._written = [*front, *[token] * written["rows"], *behind]
+        self._front, self._rows, self._behind = front, written["rows"], behind
 
     def written(self, made: Mapping[str, Any], rows: int) -> list[int]:
         """See Processing."""
-        return list(self._written)
+        rows = self._rows * len(made["pixel_values"])
+        return [*self._front, *[self.token] * rows, *self._behind]
 
 
 class WithText(Processing):
