@@ -27,6 +27,7 @@ ARCHITECTURES = {
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "mistral3": gguf.MODEL_ARCH.MISTRAL3,
     "internvl": gguf.MODEL_ARCH.QWEN2,
+    "llava": gguf.MODEL_ARCH.LLAMA,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
@@ -35,6 +36,7 @@ PROJECTORS = {
     "qwen3_vl_moe": "qwen3vl_merger",
     "qwen3_5": "qwen3vl_merger",
     "mistral3": "pixtral",
+    "llava": "mlp",
 }
 # Tokens of vision_models.py in Qwen's words.
 _WORDS = {4: "<|vision_start|>", 5: "<|vision_end|>", 6: "<|image_pad|>", 7: "<|video_pad|>"}
@@ -44,8 +46,9 @@ _OWN_WORDS = {
     },
     "mistral3": {4: "[IMG_BREAK]", 5: "[IMG_END]", 6: "[IMG]"},
     "internvl": {4: "<img>", 5: "</img>", 6: "<IMG_CONTEXT>"},
+    "llava": {6: "<image>"},
 }  # fmt: skip
-_EPSILONS = {"mistral3": 1e-5}
+_EPSILONS = {"mistral3": 1e-5, "llava": 1e-5}
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
 _SWAPPED = re.compile(r"ffn_(up|down)")
 _DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
@@ -215,7 +218,7 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
     writer.add_vision_patch_size(patch)
     writer.add_vision_embedding_length(vision.hidden_size)
     writer.add_vision_feed_forward_length(vision.intermediate_size)
-    writer.add_vision_block_count(vision.num_hidden_layers)
+    writer.add_vision_block_count(vision.num_hidden_layers - (kind == "llava"))
     writer.add_vision_head_count(vision.num_attention_heads)
     means = ([0.5] * 3,) * 2 if kind == "gemma3" else (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
     writer.add_vision_image_mean(means[0])
@@ -227,6 +230,12 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
         )
         merge = changed.get("merge", model.config.spatial_merge_size)
         writer.add_vision_spatial_merge_size(merge)
+        return
+    if kind == "llava":
+        writer.add_bool("clip.use_gelu", False)
+        for key in ("feature_layer", "mm_patch_merge_type"):
+            if key in changed:
+                writer.add_key_value(f"clip.vision.{key}", *changed[key])
         return
     writer.add_vision_use_gelu(True)
     if kind == "internvl":
@@ -248,10 +257,16 @@ def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Te
             yield [(_intern_name(names, whole), tensor)]
             continue
         if name.startswith(("vision_tower.", "multi_modal_projector.")):
-            if kind == "gemma3":
+            if kind == "llava" and (
+                f".layers.{vision.num_hidden_layers - 1}." in name or "post_layernorm" in name
+            ):
+                continue  # features are those of the layer before
+            if kind in ("gemma3", "llava"):
                 name = name.replace("vision_tower.", "vision_tower.vision_model.")
             target = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert target is not None, name
+            if kind == "llava":  # whose converter begins at 0
+                target = target.replace("mm.1.", "mm.0.")
             if kind == "mistral3" and (".attn_q." in target or ".attn_k." in target):
                 pairs = tensor.unflatten(0, (vision.num_attention_heads, 2, -1)).transpose(1, 2)
                 yield [(target, pairs)]

@@ -7,7 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import gguf_conventions
+import mmproj_files
 import pytest
 import torch
 from gguf_conventions import VOCABULARY, conventions
@@ -130,7 +132,7 @@ def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
     [
         (
             {"projector": "ldp"},
-            "projector of type 'ldp'; HMT reads gemma3, .*, pixtral, qwen2.5vl_merger, ",
+            "projector of type 'ldp'; HMT reads gemma3, internvl, mlp, pixtral, qwen2.5vl_merger, ",
         ),
         ({"projector": "qwen2vl_merger"}, "belongs to models of architecture qwen2vl"),
         (
@@ -341,10 +343,53 @@ def test_internvl_sees_tiles(name: str, tmp_path: Path) -> None:
             answer(file, asked(words), mmproj=mmproj)
 
 
-def test_damaged_encoders_are_errors_of_checkpoints(files_of: Any) -> None:
+def test_llava_sees_patches(tmp_path: Path) -> None:
+    """Files have no layer behind that of the features; older ones name matrices otherwise."""
+    model = vision_model("llava")
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16", swapped=True)
+    file = write_text(model, tmp_path / "model.gguf")
+    (tmp_path / "folder").mkdir()
+    publish(model, tmp_path / "folder")
+    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
+    wanted, found = (answer(path, asked(words)) for path in (tmp_path / "folder", file))
+    assert found.prompt_tokens == wanted.prompt_tokens == len(words) + 2 * 35
+    assert logprobs_of(found) == pytest.approx(logprobs_of(wanted), abs=1e-4)
+    layers = [1], gguf.GGUFValueType.ARRAY
+    write_mmproj(model, mmproj, feature_layer=layers)
+    model.config.vision_feature_layer = 1
+    publish(model, tmp_path / "folder")
+    wanted, found = (answer(path, asked(words)) for path in (tmp_path / "folder", file))
+    assert logprobs_of(found) == pytest.approx(logprobs_of(wanted), abs=1e-4)
+    for changed, why in (
+        ({"feature_layer": ([3], layers[1])}, "feature_layer"),
+        ({"feature_layer": ([1, 2], layers[1])}, "feature_layer that differs by layer"),
+        ({"mm_patch_merge_type": ("spatial_unpad", gguf.GGUFValueType.STRING)}, "LLaVA 1.6"),
+        ({"image_size": 28}, "image_size 28"),
+    ):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
+
+
+def test_llava_without_a_token_of_images_reads_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As files of the model that its authors published, whose program marks images."""
+    model = vision_model("llava")
+    monkeypatch.setitem(mmproj_files._OWN_WORDS, "llava", {6: "<other>"})
+    write_mmproj(model, tmp_path / "mmproj.gguf")
+    file = write_text(model, tmp_path / "model.gguf")
+    assert answer(file, asked([300, 17], ())).token_ids
+    with pytest.raises(RequestError, match="no token <image>, for images"):
+        answer(file, asked([300, IMAGE, 17], IMAGES[:1]))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "mistral3", "internvl", "llava"])
+def test_damaged_encoders_are_errors_of_checkpoints(kind: str, tmp_path: Path) -> None:
     """Keys of other values and types, and tensors that are away or of other shapes."""
-    _, file = files_of("qwen2_5_vl")
-    text, encoder = (read_gguf(path) for path in (file, file.with_name("mmproj-BF16.gguf")))
+    model = family_model(FAMILIES[kind]) if kind in FAMILIES else vision_model(kind)
+    mmproj, file = write_mmproj(model, tmp_path / "mmproj.gguf"), tmp_path / "model.gguf"
+    text, encoder = read_gguf(write_text(model, file)), read_gguf(mmproj)
     config, rng = open_gguf(file).config["text_config"], random.Random(4)
     values = (
         0,

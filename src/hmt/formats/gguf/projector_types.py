@@ -45,7 +45,7 @@ class Projector:
     plain       parameters without `weight` in their names, and how many sizes they have; in names
                 of tensors, too, {} is a layer's number
     around      names of tokens in front of an image's and behind them; without any in front, of
-                those behind each row and behind the last
+                those behind each row and behind the last; without any, features alone
     mark        the token that stands for an image in a prompt; empty: that of its features
     turned      rows of queries and keys lie in llama.cpp's order
     also_blind  such language models are also published without an encoder, by the same type
@@ -138,22 +138,16 @@ def _squares(
 
 def _intern(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """InternVL's, with a position for what is no patch in front."""
-    width, patch = width_of(records), size_of(records, FRAMES[0], 3)
-    positions = records.get("v.position_embd.weight")
-    rows = math.prod(positions.shape) // width if positions is not None else 0
-    side = math.isqrt(max(rows - 1, 0))
-    if side**2 + 1 != rows or keys.count("vision.image_size", side * patch) != side * patch:
-        raise keys.unread("vision.image_size", f"and the file has {rows} positions")
     return {
         "model_type": "internvl_vision",
-        "hidden_size": width,
+        "hidden_size": width_of(records),
         "intermediate_size": wide_of(records),
         "hidden_act": "silu" if keys.flag("use_silu", False) else "gelu",
         "layer_norm_eps": keys.number("vision.attention.layer_norm_epsilon", 1e-6),
         "norm_type": "layer_norm" if "v.blk.0.ln1.bias" in records else "rms_norm",
         "use_qk_norm": "v.blk.0.attn_q_norm.weight" in records,
         "attention_bias": "v.blk.0.attn_q.bias" in records,
-        "image_size": side * patch,
+        "image_size": _side(keys, records),
     }
 
 
@@ -181,6 +175,59 @@ def _tiles(
         "min_patches": least,
         "max_patches": most,
     }
+
+
+def _clip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """LLaVA's, with a position for the class in front."""
+    if "v.class_embd" not in records:
+        raise CheckpointError(
+            f"{keys.what} has no v.class_embd: HMT reads files of LLaVA with towers of CLIP, and "
+            "others (SigLIP) as safetensors"
+        )
+    act = "gelu" if keys.flag("use_gelu", False) else "quick_gelu"
+    return {
+        "model_type": "clip_vision_model",
+        "hidden_size": width_of(records),
+        "intermediate_size": wide_of(records),
+        "hidden_act": "silu" if keys.flag("use_silu", False) else act,
+        "layer_norm_eps": keys.number("vision.attention.layer_norm_epsilon", 1e-5),
+        "image_size": _side(keys, records),
+    }
+
+
+def _patches(
+    keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of LLaVA 1.5: a token for each patch, as the last layer that the file has leaves it."""
+    side, merged = vision["image_size"], "vision.mm_patch_merge_type"
+    if keys.text(merged) not in ("", "flat"):
+        raise keys.unread(merged, "as LLaVA 1.6's, which HMT reads as safetensors")
+    depth = vision["num_hidden_layers"]
+    layer = keys.number("vision.feature_layer", depth)
+    if type(layer) is not int or not 0 < layer <= depth:
+        raise keys.unread("vision.feature_layer", f"and the file has {depth} layers")
+    own = {
+        "vision_feature_layer": layer,
+        "vision_feature_select_strategy": "default",
+        "image_seq_length": (side // vision["patch_size"]) ** 2,
+        "multimodal_projector_bias": "mm.0.bias" in records,
+    }
+    return own, {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+
+
+def _side(keys: Keys, records: Mapping[str, TensorRecord]) -> int:
+    """Pixels of a square image, by its positions, of which the first is of no patch."""
+    width, patch = width_of(records), size_of(records, FRAMES[0], 3)
+    positions = records.get("v.position_embd.weight")
+    rows = math.prod(positions.shape) // width if positions is not None else 0
+    side = math.isqrt(max(rows - 1, 0))
+    if (
+        side < 1
+        or side**2 + 1 != rows
+        or keys.count("vision.image_size", side * patch) != side * patch
+    ):
+        raise keys.unread("vision.image_size", f"and the file has {rows} positions")
+    return side * patch
 
 
 def _scaled(keys: Keys, vision: Mapping[str, Any], default: int) -> tuple[int, int]:
@@ -252,6 +299,16 @@ _QWEN_TRUNK: Final = {
     "mm.0": "merger.mlp.0",
     "mm.2": "merger.mlp.2",
 }
+_CLIP_LAYER: Final = {
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
 _QWEN_PIXELS: Final = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": 3136, "longest_edge": 12845056},
@@ -309,16 +366,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
             "eoi_token_index": "<end_of_image>",
         },
         _siglip,
-        {
-            "ln1": "layer_norm1",
-            "ln2": "layer_norm2",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_out": "self_attn.out_proj",
-            "ffn_up": "mlp.fc1",
-            "ffn_down": "mlp.fc2",
-        },
+        _CLIP_LAYER,
         {
             "v.patch_embd": "vision_tower.embeddings.patch_embedding",
             "v.position_embd": "vision_tower.embeddings.position_embedding",
@@ -376,6 +424,25 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
             "v.blk.{}.ls2.weight": ("vision_tower.encoder.layer.{}.lambda_2", 1),
         },
         around=(("<img>",), ("</img>",)),
+        also_blind=True,
+    ),
+    "mlp": Projector(
+        dict.fromkeys(("llama", "qwen2"), ("llava", "LlavaForConditionalGeneration")),
+        {"image_token_index": "<image>"},
+        _clip,
+        _CLIP_LAYER,
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embedding",
+            "v.position_embd": "vision_tower.embeddings.position_embedding",
+            "v.pre_ln": "vision_tower.pre_layrnorm",
+            "mm.0": "multi_modal_projector.linear_1",
+            "mm.2": "multi_modal_projector.linear_2",
+        },
+        {"image_processor_type": "CLIPImageProcessor"},
+        at="model.",
+        blocks="vision_tower.encoder.layers.{}.",
+        prepared=_patches,
+        plain={"v.class_embd": ("vision_tower.embeddings.class_embedding", 1)},
         also_blind=True,
     ),
     "pixtral": Projector(

@@ -278,11 +278,13 @@ def config_with_encoder(
     named = {key: numbers[t] for key, t in projector.tokens.items() if t in numbers}
     first, text = next(iter(projector.tokens.items()))
     if first not in named:
-        raise CheckpointError(f"the model's vocabulary has no token {text}, for images")
+        raise CheckpointError(
+            f"the model's vocabulary has no token {text}, for images: use the model's safetensors"
+        )
     kind, causal = model
     rope = dict(config["rope_parameters"])
     processor = dict(encoder.processor)
-    if projector.prepared is not None:
+    if any(projector.around):
         processor["written"] = _written(projector, encoder, numbers, named[first])
     sections = metadata.get(f"{architecture}.rope.dimension_sections")
     if isinstance(sections, list):
