@@ -54,10 +54,11 @@ _SWAPPED = re.compile(r"ffn_(up|down)")
 _DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 
-def write_text(model: PreTrainedModel, path: Path) -> Path:
+def write_text(model: PreTrainedModel, path: Path, arch: gguf.MODEL_ARCH | None = None) -> Path:
     """The language model, in f32."""
     config = model.config.text_config
-    file = ModelFile(ARCHITECTURES[model.config.model_type], config, lambda name: "F32")
+    arch = ARCHITECTURES[model.config.model_type] if arch is None else arch
+    file = ModelFile(arch, config, lambda name: "F32")
     tensors = model.state_dict()
     seeing = ("visual", "vision_tower", "multi_modal_projector")
     own = {

@@ -23,17 +23,16 @@ from hmt.contracts.checkpoint import (
 from hmt.formats.gguf.header import GgufHeader
 from hmt.formats.gguf.keys import Keys
 from hmt.formats.gguf.names import FLOATS, plain_form
-from hmt.formats.gguf.projector_types import (
+from hmt.formats.gguf.projector_fields import (
     DEEPSTACK,
     FRAMES,
     IN_LAYER,
     MERGE,
-    PROJECTORS,
-    Projector,
     depth_of,
     size_of,
     width_of,
 )
+from hmt.formats.gguf.projector_types import PROJECTORS, Projector
 
 CLIP: Final = "clip"  # general.architecture of these files
 _ROWS: Final = ("mm_tokens_per_image", "image_seq_length")  # tokens of an image, or of a tile
