@@ -378,8 +378,11 @@ def test_llava_without_a_token_of_images_reads_text(
     """As files of the model that its authors published, whose program marks images."""
     model = vision_model("llava")
     monkeypatch.setitem(mmproj_files._OWN_WORDS, "llava", {6: "<other>"})
-    write_mmproj(model, tmp_path / "mmproj.gguf")
     file = write_text(model, tmp_path / "model.gguf")
+    assert not open_gguf(file).images_refused  # no Llama is asked for an encoder
+    with pytest.raises(RequestError, match="images"):
+        answer(file, asked([300, IMAGE, 17], IMAGES[:1]))
+    write_mmproj(model, tmp_path / "mmproj.gguf")
     assert answer(file, asked([300, 17], ())).token_ids
     with pytest.raises(RequestError, match="no token <image>, for images"):
         answer(file, asked([300, IMAGE, 17], IMAGES[:1]))
