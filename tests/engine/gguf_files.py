@@ -129,7 +129,7 @@ class ModelFile:
         self.held[name] = torch.from_numpy(both)
 
     def _add_one(self, name: str, source: str, numbers: np.ndarray) -> None:
-        llama = self.arch is gguf.MODEL_ARCH.LLAMA
+        llama = self.arch in (gguf.MODEL_ARCH.LLAMA, gguf.MODEL_ARCH.MISTRAL3)
         heads = {
             "attn_q": self.config.num_attention_heads,
             "attn_k": self.config.num_key_value_heads,

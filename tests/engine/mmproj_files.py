@@ -25,6 +25,9 @@ ARCHITECTURES = {
     "qwen3_vl": gguf.MODEL_ARCH.QWEN3VL,
     "qwen3_vl_moe": gguf.MODEL_ARCH.QWEN3VLMOE,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "mistral3": gguf.MODEL_ARCH.MISTRAL3,
+    "internvl": gguf.MODEL_ARCH.QWEN2,
+    "llava": gguf.MODEL_ARCH.LLAMA,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
@@ -32,21 +35,30 @@ PROJECTORS = {
     "qwen3_vl": "qwen3vl_merger",
     "qwen3_vl_moe": "qwen3vl_merger",
     "qwen3_5": "qwen3vl_merger",
+    "mistral3": "pixtral",
+    "llava": "mlp",
 }
 # Tokens of vision_models.py in Qwen's words.
 _WORDS = {4: "<|vision_start|>", 5: "<|vision_end|>", 6: "<|image_pad|>", 7: "<|video_pad|>"}
-_GEMMA_WORDS = {
-    4: "<start_of_image>", 5: "<end_of_image>", 6: "<image_soft_token>", 7: "\n\n",
+_OWN_WORDS = {
+    "gemma3": {
+        4: "<start_of_image>", 5: "<end_of_image>", 6: "<image_soft_token>", 7: "\n\n",
+    },
+    "mistral3": {4: "[IMG_BREAK]", 5: "[IMG_END]", 6: "[IMG]"},
+    "internvl": {4: "<img>", 5: "</img>", 6: "<IMG_CONTEXT>"},
+    "llava": {6: "<image>"},
 }  # fmt: skip
+_EPSILONS = {"mistral3": 1e-5, "llava": 1e-5}
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
 _SWAPPED = re.compile(r"ffn_(up|down)")
 _DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 
-def write_text(model: PreTrainedModel, path: Path) -> Path:
+def write_text(model: PreTrainedModel, path: Path, arch: gguf.MODEL_ARCH | None = None) -> Path:
     """The language model, in f32."""
     config = model.config.text_config
-    file = ModelFile(ARCHITECTURES[model.config.model_type], config, lambda name: "F32")
+    arch = ARCHITECTURES[model.config.model_type] if arch is None else arch
+    file = ModelFile(arch, config, lambda name: "F32")
     tensors = model.state_dict()
     seeing = ("visual", "vision_tower", "multi_modal_projector")
     own = {
@@ -61,8 +73,8 @@ def write_text(model: PreTrainedModel, path: Path) -> Path:
     file.add(own)
 
     def more(writer: GGUFWriter) -> None:
-        _vocabulary(writer, _GEMMA_WORDS if model.config.model_type == "gemma3" else _WORDS)
-        if model.config.model_type == "gemma3":
+        _vocabulary(writer, _OWN_WORDS.get(model.config.model_type, _WORDS))
+        if model.config.model_type in _OWN_WORDS:
             return
         sections = config.rope_parameters["mrope_section"]
         writer.add_rope_dimension_sections([*sections, 0])
@@ -110,10 +122,10 @@ def write_mmproj(
     changed   keys that say something else than the model
     """
     writer = GGUFWriter(path, "clip")
-    gemma = model.config.model_type == "gemma3"
-    (_add_square_keys if gemma else _add_keys)(writer, model, changed)
+    own = model.config.model_type in _OWN_WORDS
+    (_add_square_keys if own else _add_keys)(writer, model, changed)
     with torch.no_grad():
-        for parts in (_square_tensors if gemma else _tensors)(model):
+        for parts in (_square_tensors if own else _tensors)(model):
             for target, numbers in parts:
                 content, kind, held = _rounded(target, numbers, kinds)
                 writer.add_tensor(
@@ -195,49 +207,98 @@ def _tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]
 
 
 def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any]) -> None:
-    """Of Gemma 3."""
-    vision = model.config.vision_config
+    """Of others than Qwen's."""
+    vision, kind = model.config.vision_config, model.config.model_type
+    side, patch = (
+        n if isinstance(n, int) else n[0] for n in (vision.image_size, vision.patch_size)
+    )
     writer.add_clip_has_vision_encoder(True)
-    writer.add_clip_projector_type("gemma3")
+    writer.add_clip_projector_type(PROJECTORS.get(kind, kind))
     writer.add_vision_projection_dim(model.config.text_config.hidden_size)
-    writer.add_vision_image_size(changed.get("image_size", vision.image_size))
-    writer.add_vision_patch_size(vision.patch_size)
+    writer.add_vision_image_size(changed.get("image_size", side))
+    writer.add_vision_patch_size(patch)
     writer.add_vision_embedding_length(vision.hidden_size)
     writer.add_vision_feed_forward_length(vision.intermediate_size)
-    writer.add_vision_block_count(vision.num_hidden_layers)
+    writer.add_vision_block_count(vision.num_hidden_layers - (kind == "llava"))
     writer.add_vision_head_count(vision.num_attention_heads)
-    writer.add_vision_image_mean([0.5] * 3)
-    writer.add_vision_image_std([0.5] * 3)
-    writer.add_vision_attention_layernorm_eps(1e-6)
+    means = ([0.5] * 3,) * 2 if kind == "gemma3" else (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    writer.add_vision_image_mean(means[0])
+    writer.add_vision_image_std(means[1])
+    writer.add_vision_attention_layernorm_eps(changed.get("epsilon", _EPSILONS.get(kind, 1e-6)))
+    if kind == "mistral3":
+        (writer.add_vision_use_silu if vision.hidden_act == "silu" else writer.add_vision_use_gelu)(
+            True
+        )
+        merge = changed.get("merge", model.config.spatial_merge_size)
+        writer.add_vision_spatial_merge_size(merge)
+        return
+    if kind == "llava":
+        writer.add_bool("clip.use_gelu", False)
+        for key in ("feature_layer", "mm_patch_merge_type"):
+            if key in changed:
+                writer.add_key_value(f"clip.vision.{key}", *changed[key])
+        return
     writer.add_vision_use_gelu(True)
-    side = vision.image_size // vision.patch_size
-    scale = side // round(model.config.mm_tokens_per_image**0.5)
+    if kind == "internvl":
+        writer.add_uint32("clip.vision.preproc_min_tiles", 1)
+        writer.add_uint32("clip.vision.preproc_max_tiles", changed.get("tiles", 3))
+        scale = round(1 / model.config.downsample_ratio)
+    else:
+        scale = side // patch // round(model.config.mm_tokens_per_image**0.5)
     writer.add_vision_projector_scale_factor(changed.get("scale", scale))
 
 
 def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """As `_tensors`, of Gemma 3, whose names the converter's map has with `vision_model`."""
-    names = gguf.get_tensor_name_map(
-        gguf.MODEL_ARCH.MMPROJ, model.config.vision_config.num_hidden_layers
-    )
+    """As `_tensors`, of others than Qwen's."""
+    kind, vision = model.config.model_type, model.config.vision_config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(vision.num_hidden_layers, 4))
     for whole, tensor in model.state_dict().items():
         name = whole.removeprefix("model.").replace("_weight", ".weight")
+        if kind == "internvl" and "language_model" not in name and name != "lm_head.weight":
+            yield [(_intern_name(names, whole), tensor)]
+            continue
         if name.startswith(("vision_tower.", "multi_modal_projector.")):
-            name = name.replace("vision_tower.", "vision_tower.vision_model.")
+            if kind == "llava" and (
+                f".layers.{vision.num_hidden_layers - 1}." in name or "post_layernorm" in name
+            ):
+                continue  # features are those of the layer before
+            if kind in ("gemma3", "llava"):
+                name = name.replace("vision_tower.", "vision_tower.vision_model.")
             target = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert target is not None, name
-            yield [(target, tensor)]
+            if kind == "llava":  # whose converter begins at 0
+                target = target.replace("mm.1.", "mm.0.")
+            if kind == "mistral3" and (".attn_q." in target or ".attn_k." in target):
+                pairs = tensor.unflatten(0, (vision.num_attention_heads, 2, -1)).transpose(1, 2)
+                yield [(target, pairs)]
+            else:
+                yield [(target, tensor)]
+        elif kind == "mistral3" and name.endswith("embed_tokens.weight"):
+            yield [("v.token_embd.img_break", tensor[4])]
+
+
+def _intern_name(names: gguf.TensorNameMap, whole: str) -> str:
+    """Of InternVL, whose converter knows names of OpenGVLab's, and of Intern-S1."""
+    for number, part in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2")):
+        whole = whole.replace(f"model.multi_modal_projector.{part}.", f"mlp1.{number}.")
+    if ".lambda_" in whole or "position_embedding" in whole:
+        whole += ".weight"
+    target = names.get_name(whole, try_suffixes=(".weight", ".bias"))
+    assert target is not None, whole
+    return target
 
 
 def _rounded(
     name: str, numbers: torch.Tensor, kinds: Callable[[str], str]
 ) -> tuple[np.ndarray, GGMLQuantizationType, np.ndarray]:
     array = np.ascontiguousarray(numbers.numpy() + np.float32("soft_emb_norm" in name))
+    if array.ndim == 4 and ".attn_" in name:  # rows of heads in another order
+        array = array.reshape(-1, array.shape[-1])
     kind = GGMLQuantizationType[kinds(name)]
     if array.ndim < 2 or "position_embd" in name:
         kind = GGMLQuantizationType.F32
     elif array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = GGMLQuantizationType.F16
     content = gguf.quants.quantize(array, kind)
-    held = gguf.quants.dequantize(content, kind).reshape(array.shape).astype(np.float32)
+    held = gguf.quants.dequantize(content, kind).reshape(numbers.shape).astype(np.float32)
     return content, kind, held

@@ -7,13 +7,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import gguf_conventions
+import mmproj_files
 import pytest
 import torch
 from gguf_conventions import VOCABULARY, conventions
 from mmproj_files import write_mmproj, write_text
 from transformers import CONFIG_MAPPING, Qwen3_5ForConditionalGeneration
-from vision_families import FAMILIES, family_logits, family_model, publish_family
+from vision_families import FAMILIES, Case, family_logits, family_model, publish_family
 from vision_models import (
     BEGIN,
     END,
@@ -128,7 +130,10 @@ def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"projector": "ldp"}, "projector of type 'ldp'; HMT reads gemma3, qwen2.5vl_merger, "),
+        (
+            {"projector": "ldp"},
+            "projector of type 'ldp'; HMT reads gemma3, internvl, mlp, pixtral, qwen2.5vl_merger, ",
+        ),
         ({"projector": "qwen2vl_merger"}, "belongs to models of architecture qwen2vl"),
         (
             {"more": ["v.blk.0.ls1.weight"]},
@@ -250,10 +255,145 @@ def test_gemma3_sees_squares(tmp_path: Path) -> None:
             answer(file, asked(words), mmproj=mmproj)
 
 
-def test_damaged_encoders_are_errors_of_checkpoints(files_of: Any) -> None:
+def spoken(file: Path, words: list[int]) -> tuple[list[int], Completion]:
+    """Tokens of a prompt as it is written with `IMAGES`, and the answer."""
+    with hmt.Engine(**OPTIONS) as engine:
+        loaded = engine.load_model(file)
+        request = asked(words)
+        return loaded._input.process(request, None).state.tokens, loaded.infer(request)
+
+
+def check_logprobs(case: Case, model: Any, folder: Path, whole: list[int], got: Completion) -> None:
+    """Log-probabilities are transformers', whose image processor is that of `folder`."""
+    publish_family(case, model, folder)
+    tokens = [*whole, *got.token_ids]
+    wanted = family_logits(model, folder, tokens, list(IMAGES)).log_softmax(-1)
+    expected = wanted[range(len(tokens) - 1), tokens[1:]]
+    torch.testing.assert_close(torch.tensor(logprobs_of(got)), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_mistral3_sees_rows(kind: str, tmp_path: Path) -> None:
+    """Behind each row of tokens is one, which the language model's vocabulary names."""
+    _, text, tower, own, processor = FAMILIES["mistral3"]
+    tower = dict(tower) | {"image_size": 48}
+    if kind == "Q8_0":  # of whole blocks of it
+        tower |= {"hidden_size": 32, "intermediate_size": 64, "head_dim": 16, "hidden_act": "silu"}
+    case = ("mistral3", text, tower, own, processor)
+    model = family_model(case)
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: kind)
+    arch = gguf.MODEL_ARCH.LLAMA if kind == "Q8_0" else None  # as files of before 2026 have it
+    file = write_text(model, tmp_path / "model.gguf", arch)
+    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
+    whole, got = spoken(file, words)
+    rows, narrow = [*[IMAGE] * 5, BEGIN], [*[IMAGE] * 3, BEGIN]
+    assert whole == [
+        300,
+        17,
+        *rows * 2,
+        *rows[:-1],
+        END,
+        81,
+        99,
+        2000,
+        *narrow * 5,
+        *narrow[:-1],
+        END,
+        45,
+    ]
+    check_logprobs(case, model, tmp_path / "folder", whole, got)
+    if kind == "Q8_0":
+        return
+    for changed, why in (
+        ({"merge": 3}, "spatial_merge_size 3"),
+        ({"epsilon": 1e-3}, "layer_norm_epsilon"),
+        ({"image_size": 4}, "image_size 4"),
+    ):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
+
+
+@pytest.mark.parametrize("name", ["internvl", "internvl-biased", "internvl-normed"])
+def test_internvl_sees_tiles(name: str, tmp_path: Path) -> None:
+    """Their tokens stand between two that the language model's vocabulary names."""
+    kind, text, tower, own, processor = FAMILIES["internvl"]
+    if name == "internvl-biased":
+        tower = dict(tower) | {"attention_bias": True}
+    if name == "internvl-normed":
+        tower = dict(tower) | {"use_qk_norm": True, "norm_type": "rms_norm"}
+    case = (kind, text, tower, own, processor)
+    model = family_model(case)
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16")
+    file = write_text(model, tmp_path / "model.gguf")
+    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
+    whole, got = spoken(file, words)
+    wide, narrow = ([BEGIN, *[IMAGE] * 9 * n, END] for n in (3, 4))
+    assert whole == [300, 17, *wide, 81, 99, 2000, *narrow, 45]
+    check_logprobs(case, model, tmp_path / "folder", whole, got)
+    if name != "internvl":
+        return
+    for changed, why in (
+        ({"scale": 4}, "scale_factor 4"),
+        ({"scale": 1}, "scale_factor 1"),
+        ({"image_size": 28}, "image_size 28"),
+        ({"tiles": 1000}, "preproc_max_tiles 1000"),
+    ):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
+
+
+def test_llava_sees_patches(tmp_path: Path) -> None:
+    """Files have no layer behind that of the features; older ones name matrices otherwise."""
+    model = vision_model("llava")
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16", swapped=True)
+    file = write_text(model, tmp_path / "model.gguf")
+    (tmp_path / "folder").mkdir()
+    publish(model, tmp_path / "folder")
+    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
+    wanted, found = (answer(path, asked(words)) for path in (tmp_path / "folder", file))
+    assert found.prompt_tokens == wanted.prompt_tokens == len(words) + 2 * 35
+    assert logprobs_of(found) == pytest.approx(logprobs_of(wanted), abs=1e-4)
+    layers = [1], gguf.GGUFValueType.ARRAY
+    write_mmproj(model, mmproj, feature_layer=layers)
+    model.config.vision_feature_layer = 1
+    publish(model, tmp_path / "folder")
+    wanted, found = (answer(path, asked(words)) for path in (tmp_path / "folder", file))
+    assert logprobs_of(found) == pytest.approx(logprobs_of(wanted), abs=1e-4)
+    for changed, why in (
+        ({"feature_layer": ([3], layers[1])}, "feature_layer"),
+        ({"feature_layer": ([1, 2], layers[1])}, "feature_layer that differs by layer"),
+        ({"mm_patch_merge_type": ("spatial_unpad", gguf.GGUFValueType.STRING)}, "LLaVA 1.6"),
+        ({"image_size": 28}, "image_size 28"),
+    ):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
+
+
+def test_llava_without_a_token_of_images_reads_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As files of the model that its authors published, whose program marks images."""
+    model = vision_model("llava")
+    monkeypatch.setitem(mmproj_files._OWN_WORDS, "llava", {6: "<other>"})
+    file = write_text(model, tmp_path / "model.gguf")
+    assert not open_gguf(file).images_refused  # no Llama is asked for an encoder
+    with pytest.raises(RequestError, match="images"):
+        answer(file, asked([300, IMAGE, 17], IMAGES[:1]))
+    write_mmproj(model, tmp_path / "mmproj.gguf")
+    assert answer(file, asked([300, 17], ())).token_ids
+    with pytest.raises(RequestError, match="no token <image>, for images"):
+        answer(file, asked([300, IMAGE, 17], IMAGES[:1]))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "mistral3", "internvl", "llava"])
+def test_damaged_encoders_are_errors_of_checkpoints(kind: str, tmp_path: Path) -> None:
     """Keys of other values and types, and tensors that are away or of other shapes."""
-    _, file = files_of("qwen2_5_vl")
-    text, encoder = (read_gguf(path) for path in (file, file.with_name("mmproj-BF16.gguf")))
+    model = family_model(FAMILIES[kind]) if kind in FAMILIES else vision_model(kind)
+    mmproj, file = write_mmproj(model, tmp_path / "mmproj.gguf"), tmp_path / "model.gguf"
+    text, encoder = read_gguf(write_text(model, file)), read_gguf(mmproj)
     config, rng = open_gguf(file).config["text_config"], random.Random(4)
     values = (
         0,

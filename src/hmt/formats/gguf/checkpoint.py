@@ -92,7 +92,7 @@ def _with_encoder(
     """The checkpoint with its encoder of images, or the reason why it has none."""
     if mmproj is not None:
         return _joined(checkpoint, metadata, read_gguf(mmproj))
-    kinds = {kind for projector in PROJECTORS.values() for kind in projector.models}
+    kinds = {kind for p in PROJECTORS.values() if not p.also_blind for kind in p.models}
     why = ""
     if metadata["general.architecture"] in kinds:
         why = (

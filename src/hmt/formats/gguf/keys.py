@@ -36,7 +36,7 @@ class Keys:
         tensors: Container[str] = (),
         factors: Mapping[str, list[float]] = MappingProxyType({}),
     ) -> None:
-        self._metadata, self._at, self._what = metadata, f"{architecture}.", what
+        self._metadata, self._at, self.what = metadata, f"{architecture}.", what
         self._tensors, self.factors = tensors, factors
         self._read: set[str] = set()
 
@@ -60,17 +60,17 @@ class Keys:
         value = self._get(key, default)
         if value is REQUIRED:
             raise HeaderError(
-                f"{self._what} has no {self._at}{key}: convert it again with a current llama.cpp"
+                f"{self.what} has no {self._at}{key}: convert it again with a current llama.cpp"
             )
         if isinstance(value, list):
             if not value or any(item != value[0] for item in value):
                 raise CheckpointError(
-                    f"{self._what} has {self._at}{key} that differs by layer, which HMT does not "
+                    f"{self.what} has {self._at}{key} that differs by layer, which HMT does not "
                     "compute"
                 )
             value = value[0]
         if value is not default and type(value) not in (int, float):
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no number")
+            raise HeaderError(f"{self.what} has {self._at}{key} {value!r}, which is no number")
         return value
 
     def by_layer(self, key: str, layers: int) -> list[Any]:
@@ -79,7 +79,7 @@ class Keys:
         numbers = value[:layers] if isinstance(value, list) else [value] * layers
         if len(numbers) < layers or any(type(item) not in (int, float) for item in numbers):
             raise HeaderError(
-                f"{self._what} has {self._at}{key} {value!r:.60}; wanted is a number for each of "
+                f"{self.what} has {self._at}{key} {value!r:.60}; wanted is a number for each of "
                 f"{layers} layers"
             )
         return numbers
@@ -90,21 +90,21 @@ class Keys:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is not default and (type(value) is not int or not 0 < value < 1 << 31):
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}; wanted is a count")
+            raise HeaderError(f"{self.what} has {self._at}{key} {value!r}; wanted is a count")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         """Whether something is so.  Raises HeaderError."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no truth")
+            raise HeaderError(f"{self.what} has {self._at}{key} {value!r}, which is no truth")
         return value
 
     def text(self, key: str) -> str:
         """Text, empty where the file has none.  Raises HeaderError."""
         value = self._get(key, "")
         if not isinstance(value, str):
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}, which is no text")
+            raise HeaderError(f"{self.what} has {self._at}{key} {value!r}, which is no text")
         return value
 
     def windows(self, every: int, layers: int, full_first: bool = False) -> list[bool]:
@@ -126,12 +126,12 @@ class Keys:
         if isinstance(value, list):
             if len(value) < layers or any(item not in (0, 1) for item in value):
                 raise HeaderError(
-                    f"{self._what} has {self._at}{key} of {len(value)} items for {layers} layers; "
+                    f"{self.what} has {self._at}{key} of {len(value)} items for {layers} layers; "
                     "wanted is a truth for each"
                 )
             return [bool(item) for item in value[:layers]]
         if type(value) is not int or value < 0:
-            raise HeaderError(f"{self._what} has {self._at}{key} {value!r}; wanted is a period")
+            raise HeaderError(f"{self.what} has {self._at}{key} {value!r}; wanted is a period")
         if value == 0:
             return [True] * layers
         other = 0 if last_first else value - 1
@@ -159,4 +159,4 @@ class Keys:
         """The error for a key that would change the model's numbers and is not computed."""
         value = self._metadata.get(self._at + key)
         reason = why or "which HMT does not compute for this architecture"
-        return CheckpointError(f"{self._what} has {self._at}{key} {value!r:.60}, {reason}")
+        return CheckpointError(f"{self.what} has {self._at}{key} {value!r:.60}, {reason}")

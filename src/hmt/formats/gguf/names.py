@@ -364,12 +364,15 @@ def _form(record: TensorRecord, part: TensorRecord, change: _Change) -> TensorRe
     return Published(name, part.shape, parts)
 
 
-def plain_form(record: TensorRecord, minus: float = 0.0) -> TensorRecord | Published:
+def plain_form(
+    record: TensorRecord, minus: float = 0.0, turned: int = 0
+) -> TensorRecord | Published:
     """A tensor whose numbers, less `minus`, are the model's in their order.
 
+    turned   numbers of a head whose rows lie in llama.cpp's order; else 0
     Raises CheckpointError for a type that is not read.
     """
-    return _form(record, record, replace(_AS_IT_IS, minus=minus))
+    return _form(record, record, replace(_AS_IT_IS, minus=minus, turned=turned))
 
 
 def _check_kind(record: TensorRecord) -> None:

@@ -1,24 +1,19 @@
-"""Types of encoders of images in GGUF files: keys, names of tensors, and transformers' names.
+"""Types of encoders of images in GGUF files: names of tensors, and transformers' names.
 
 What they mean: llama.cpp's tools/mtmd/clip.cpp, and the vision models of its converter.
 """
 
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from hmt.base.errors import HeaderError
 from hmt.contracts.checkpoint import TensorRecord
+from hmt.formats.gguf import projector_fields as fields
 from hmt.formats.gguf.keys import Keys
 
-IN_LAYER: Final = re.compile(r"v\.blk\.(\d+)\.(\w+)\.(weight|bias)")
-DEEPSTACK: Final = re.compile(r"v\.deepstack\.(\d+)\.(\w+)\.(weight|bias)")
-FRAMES: Final = ("v.patch_embd.weight", "v.patch_embd.weight.1")
-MERGE: Final = "vision.spatial_merge_size"
-_WINDOW: Final = 112  # pixels, where a file does not say
-_MOST_WINDOW: Final = 4096
+Prepared = Callable[
+    [Keys, Mapping[str, Any], Mapping[str, TensorRecord]], tuple[dict[str, Any], dict[str, Any]]
+]
 
 
 @dataclass(frozen=True)
@@ -32,8 +27,16 @@ class Projector:
     processor   what its image processor does that files do not say: as published with the models
     at, blocks  how names of parameters begin, and those of a layer behind that
     out         the tensor, and which of its sizes features have
-    square      images are resized to one size, and names of sizes are SigLIP's
-    around      names of tokens in front of an image's and behind them
+    prepared    of types whose images are no grids of two frames: fields of config.json, and of
+                the image processor, by keys, vision_config and the file's tensors
+    plain       parameters without `weight` in their names, and how many sizes they have; in names
+                of tensors, too, {} is a layer's number
+    around      names of tokens in front of an image's and behind them; without any in front, of
+                those behind each row and behind the last; without any, features alone
+    mark        the token that stands for an image in a prompt; empty: that of its features
+    turned      rows of queries and keys lie in llama.cpp's order
+    also_blind  such language models are also published without an encoder, by the same type
+    unused      tensors that say what the language model's file says
     """
 
     models: Mapping[str, tuple[str, str]]
@@ -46,65 +49,13 @@ class Projector:
     at: str = "model.visual."
     blocks: str = "blocks.{}."
     out: tuple[str, int] = ("mm.2.weight", 0)
-    square: bool = False
+    prepared: Prepared | None = None
+    plain: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     around: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-
-
-def _silu_windows(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Qwen2.5-VL's: the last layer of each so many sees all of an image, others a window."""
-    depth, side = depth_of(records), size_of(records, FRAMES[0], 3) * keys.count(MERGE, 2)
-    every, window = keys.number("vision.n_wa_pattern", 0), keys.count("vision.window_size", _WINDOW)
-    if not side <= window <= _MOST_WINDOW:
-        raise keys.unread("vision.window_size", f"and a token has {side} pixels")
-    full = [number for number in range(depth) if not every or (number + 1) % every == 0]
-    return {
-        "hidden_size": width_of(records),
-        "intermediate_size": wide_of(records),
-        "hidden_act": "silu",
-        "fullatt_block_indexes": full,
-        "window_size": window,
-        "out_hidden_size": size_of(records, "mm.2.weight", 0),
-    }
-
-
-def _quick_gelu(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Qwen2-VL's."""
-    width, wide = width_of(records), wide_of(records)
-    return {
-        "embed_dim": width,
-        "hidden_size": size_of(records, "mm.2.weight", 0),
-        "hidden_act": "quick_gelu",
-        "mlp_ratio": wide / width if wide % width else wide // width,
-    }
-
-
-def _deepstack(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Qwen3-VL's, some of whose layers tell the language model's first layers what they see."""
-    layers = sorted({int(m[1]) for m in map(DEEPSTACK.fullmatch, records) if m})
-    return {
-        "hidden_size": width_of(records),
-        "intermediate_size": wide_of(records),
-        "hidden_act": "gelu_pytorch_tanh",
-        "num_position_embeddings": size_of(records, "v.position_embd.weight", 0),
-        "deepstack_visual_indexes": layers,
-        "out_hidden_size": size_of(records, "mm.2.weight", 0),
-    }
-
-
-def _siglip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
-    """Gemma 3's, whose images are squares of as many patches as there are positions."""
-    patches, patch = size_of(records, "v.position_embd.weight", 0), size_of(records, FRAMES[0], 3)
-    side = math.isqrt(patches)
-    if side * side != patches or keys.count("vision.image_size", side * patch) != side * patch:
-        raise keys.unread("vision.image_size", f"and the file has positions of {patches} patches")
-    return {
-        "model_type": "siglip_vision_model",
-        "hidden_size": width_of(records),
-        "intermediate_size": wide_of(records),
-        "hidden_act": "gelu_pytorch_tanh",
-        "image_size": side * patch,
-        "vision_use_head": False,
-    }
+    mark: str = ""
+    turned: bool = False
+    also_blind: bool = False
+    unused: frozenset[str] = frozenset()
 
 
 _QWEN_TOKENS: Final = {
@@ -125,6 +76,16 @@ _QWEN_TRUNK: Final = {
     "mm.0": "merger.mlp.0",
     "mm.2": "merger.mlp.2",
 }
+_CLIP_LAYER: Final = {
+    "ln1": "layer_norm1",
+    "ln2": "layer_norm2",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_out": "self_attn.out_proj",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
 _QWEN_PIXELS: Final = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": 3136, "longest_edge": 12845056},
@@ -133,7 +94,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
     "qwen2vl_merger": Projector(
         {"qwen2vl": ("qwen2_vl", "Qwen2VLForConditionalGeneration")},
         _QWEN_TOKENS,
-        _quick_gelu,
+        fields.quick_gelu,
         {**_QWEN_LAYER, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
         _QWEN_TRUNK,
         _QWEN_PIXELS,
@@ -141,7 +102,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
     "qwen2.5vl_merger": Projector(
         {"qwen2vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration")},
         _QWEN_TOKENS,
-        _silu_windows,
+        fields.silu_windows,
         {
             **_QWEN_LAYER,
             "ffn_gate": "mlp.gate_proj",
@@ -159,7 +120,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
             "qwen35moe": ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
         },
         _QWEN_TOKENS,
-        _deepstack,
+        fields.deepstack,
         {**_QWEN_LAYER, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
         {
             "v.patch_embd": "patch_embed.proj",
@@ -181,17 +142,8 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
             "boi_token_index": "<start_of_image>",
             "eoi_token_index": "<end_of_image>",
         },
-        _siglip,
-        {
-            "ln1": "layer_norm1",
-            "ln2": "layer_norm2",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_out": "self_attn.out_proj",
-            "ffn_up": "mlp.fc1",
-            "ffn_down": "mlp.fc2",
-        },
+        fields.siglip,
+        _CLIP_LAYER,
         {
             "v.patch_embd": "vision_tower.embeddings.patch_embedding",
             "v.position_embd": "vision_tower.embeddings.position_embedding",
@@ -202,33 +154,104 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         at="model.",
         blocks="vision_tower.encoder.layers.{}.",
         out=("mm.input_projection.weight", 1),
-        square=True,
+        prepared=fields.squares,
+        plain={
+            "mm.input_projection.weight": (
+                "multi_modal_projector.mm_input_projection_weight",
+                2,
+            ),
+        },
         around=(("\n\n", "<start_of_image>"), ("<end_of_image>", "\n\n")),
+        mark="<start_of_image>",
+    ),
+    "internvl": Projector(
+        dict.fromkeys(
+            ("llama", "qwen2", "qwen3", "qwen3moe"),
+            ("internvl", "InternVLForConditionalGeneration"),
+        ),
+        {"image_token_id": "<IMG_CONTEXT>"},
+        fields.intern,
+        {
+            "ln1": "layernorm_before",
+            "ln2": "layernorm_after",
+            "attn_q": "attention.q_proj",
+            "attn_k": "attention.k_proj",
+            "attn_v": "attention.v_proj",
+            "attn_q_norm": "attention.q_norm",
+            "attn_k_norm": "attention.k_norm",
+            "attn_out": "attention.projection_layer",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embeddings.projection",
+            "mm.model.mlp.0": "multi_modal_projector.layer_norm",
+            "mm.model.mlp.1": "multi_modal_projector.linear_1",
+            "mm.model.mlp.3": "multi_modal_projector.linear_2",
+        },
+        {"image_processor_type": "GotOcr2ImageProcessor"},
+        at="model.",
+        blocks="vision_tower.encoder.layer.{}.",
+        out=("mm.model.mlp.3.weight", 0),
+        prepared=fields.tiles,
+        plain={
+            "v.class_embd": ("vision_tower.embeddings.cls_token", 3),
+            "v.position_embd.weight": ("vision_tower.embeddings.position_embeddings", 3),
+            "v.blk.{}.ls1.weight": ("vision_tower.encoder.layer.{}.lambda_1", 1),
+            "v.blk.{}.ls2.weight": ("vision_tower.encoder.layer.{}.lambda_2", 1),
+        },
+        around=(("<img>",), ("</img>",)),
+        also_blind=True,
+    ),
+    "mlp": Projector(
+        dict.fromkeys(("llama", "qwen2"), ("llava", "LlavaForConditionalGeneration")),
+        {"image_token_index": "<image>"},
+        fields.clip,
+        _CLIP_LAYER,
+        {
+            "v.patch_embd": "vision_tower.embeddings.patch_embedding",
+            "v.position_embd": "vision_tower.embeddings.position_embedding",
+            "v.pre_ln": "vision_tower.pre_layrnorm",
+            "mm.0": "multi_modal_projector.linear_1",
+            "mm.2": "multi_modal_projector.linear_2",
+        },
+        {"image_processor_type": "CLIPImageProcessor"},
+        at="model.",
+        blocks="vision_tower.encoder.layers.{}.",
+        prepared=fields.patches_of_clip,
+        plain={"v.class_embd": ("vision_tower.embeddings.class_embedding", 1)},
+        also_blind=True,
+    ),
+    "pixtral": Projector(
+        dict.fromkeys(("llama", "mistral3"), ("mistral3", "Mistral3ForConditionalGeneration")),
+        {"image_token_index": "[IMG]"},
+        fields.axial,
+        {
+            "ln1": "attention_norm",
+            "ln2": "ffn_norm",
+            "attn_q": "attention.q_proj",
+            "attn_k": "attention.k_proj",
+            "attn_v": "attention.v_proj",
+            "attn_out": "attention.o_proj",
+            "ffn_gate": "feed_forward.gate_proj",
+            "ffn_up": "feed_forward.up_proj",
+            "ffn_down": "feed_forward.down_proj",
+        },
+        {
+            "v.patch_embd": "vision_tower.patch_conv",
+            "v.pre_ln": "vision_tower.ln_pre",
+            "mm.input_norm": "multi_modal_projector.norm",
+            "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer",
+            "mm.1": "multi_modal_projector.linear_1",
+            "mm.2": "multi_modal_projector.linear_2",
+        },
+        {"image_processor_type": "PixtralImageProcessor"},
+        at="model.",
+        blocks="vision_tower.transformer.layers.{}.",
+        prepared=fields.rows_of_tokens,
+        around=((), ("[IMG_BREAK]", "[IMG_END]")),
+        turned=True,
+        also_blind=True,
+        unused=frozenset({"v.token_embd.img_break"}),
     ),
 }
-
-
-def depth_of(records: Mapping[str, TensorRecord]) -> int:
-    """Layers.  Raises HeaderError where some are missing."""
-    layers = {int(match[1]) for match in map(IN_LAYER.fullmatch, records) if match}
-    if sorted(layers) != list(range(len(layers))):
-        raise HeaderError(f"an encoder of images has layers {sorted(layers)[:8]}, not all from 0")
-    return len(layers)
-
-
-def width_of(records: Mapping[str, TensorRecord]) -> int:
-    """Numbers of a patch between layers.  Raises HeaderError."""
-    return size_of(records, "v.blk.0.ln1.weight", 0)
-
-
-def wide_of(records: Mapping[str, TensorRecord]) -> int:
-    """Numbers between the two matrices of a layer's network, whichever is called what."""
-    return max(size_of(records, f"v.blk.0.{name}.weight", 0) for name in ("ffn_up", "ffn_down"))
-
-
-def size_of(records: Mapping[str, TensorRecord], name: str, axis: int) -> int:
-    """One of a tensor's sizes.  Raises HeaderError where it has none."""
-    record = records.get(name)
-    if record is None or len(record.shape) <= axis:
-        raise HeaderError(f"an encoder of images has no tensor {name} of more than {axis} sizes")
-    return record.shape[axis]

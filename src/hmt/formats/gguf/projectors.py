@@ -6,7 +6,7 @@ than it holds.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,19 +23,19 @@ from hmt.contracts.checkpoint import (
 from hmt.formats.gguf.header import GgufHeader
 from hmt.formats.gguf.keys import Keys
 from hmt.formats.gguf.names import FLOATS, plain_form
-from hmt.formats.gguf.projector_types import (
+from hmt.formats.gguf.projector_fields import (
     DEEPSTACK,
     FRAMES,
     IN_LAYER,
     MERGE,
-    PROJECTORS,
-    Projector,
     depth_of,
     size_of,
     width_of,
 )
+from hmt.formats.gguf.projector_types import PROJECTORS, Projector
 
 CLIP: Final = "clip"  # general.architecture of these files
+_ROWS: Final = ("mm_tokens_per_image", "image_seq_length")  # tokens of an image, or of a tile
 _QUERIES: Final = ("attn_q", "attn_k", "attn_v")
 _MOST_MERGE: Final = 16
 _SOUND: Final = ("a.", "mm.a.")  # parts of encoders of sound, which are left aside
@@ -50,7 +50,7 @@ class ImageEncoderFile:
     forms       parameters by transformers' names
     out_width   numbers of a token's features
     deepstack   layers that are given features besides
-    rows        tokens that stand for an image; 0: its processor says how many
+    own         fields of config.json besides
     """
 
     vision: dict[str, Any]
@@ -58,7 +58,7 @@ class ImageEncoderFile:
     forms: dict[str, Form]
     out_width: int
     deepstack: int = 0
-    rows: int = 0
+    own: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SHIFTED: Final = ("mm.soft_emb_norm.weight",)  # norms to which 1 has been added
@@ -101,41 +101,27 @@ def read_encoder(header: GgufHeader, projector: Projector) -> ImageEncoderFile:
     if keys.count("vision.patch_size", patch) != patch:
         raise keys.unread("vision.patch_size", f"and its kernels are of {patch} pixels")
     vision = projector.vision(keys, records) | {"patch_size": patch}
-    rows = 0
-    if projector.square:
-        vision |= {"num_hidden_layers": depth, "num_attention_heads": heads}
-        scale, side = keys.count("vision.projector.scale_factor", 4), vision["image_size"] // patch
-        if not 0 < scale <= side or side % scale:
-            raise keys.unread("vision.projector.scale_factor", f"and an image has {side} patches")
-        rows = (side // scale) ** 2
-    else:
+    own: dict[str, Any] = {}
+    if projector.prepared is None:
         vision |= {
             "depth": depth,
             "num_heads": heads,
             "spatial_merge_size": merge,
             "temporal_patch_size": len(FRAMES),
         }
+        processor = _processor(keys, projector, patch, merge)
+    else:
+        vision |= {"num_hidden_layers": depth, "num_attention_heads": heads}
+        own, more = projector.prepared(keys, vision, records)
+        processor = {**projector.processor, **more}
+    for name in ("image_mean", "image_std"):
+        processor[name] = keys.by_layer(f"vision.{name}", 3)
     layers = vision.get("deepstack_visual_indexes", [])
-    forms = _forms(header, projector, layers)
-    _check_all_read(header, forms)
+    forms = _forms(header, projector, layers, vision.get("head_dim", 0))
+    _check_all_read(header, forms, projector.unused)
     return ImageEncoderFile(
-        vision,
-        _square(keys, projector, vision)
-        if projector.square
-        else _processor(keys, projector, patch, merge),
-        forms,
-        size_of(records, *projector.out),
-        len(layers),
-        rows,
+        vision, processor, forms, size_of(records, *projector.out), len(layers), own
     )
-
-
-def _square(keys: Keys, projector: Projector, vision: Mapping[str, Any]) -> dict[str, Any]:
-    side = vision["image_size"]
-    found = {**projector.processor, "size": {"height": side, "width": side}}
-    return found | {
-        name: keys.by_layer(f"vision.{name}", 3) for name in ("image_mean", "image_std")
-    }
 
 
 def _processor(keys: Keys, projector: Projector, patch: int, merge: int) -> dict[str, Any]:
@@ -145,31 +131,39 @@ def _processor(keys: Keys, projector: Projector, patch: int, merge: int) -> dict
     for edge, key in (("shortest_edge", "min"), ("longest_edge", "max")):
         edges[edge] = keys.count(f"vision.image_{key}_pixels", edges[edge])
     found["size"] = edges
-    for name in ("image_mean", "image_std"):
-        found[name] = keys.by_layer(f"vision.{name}", 3)
     return found
 
 
-def _forms(header: GgufHeader, projector: Projector, deepstack: list[int]) -> dict[str, Form]:
+def _forms(
+    header: GgufHeader, projector: Projector, deepstack: list[int], dim: int
+) -> dict[str, Form]:
+    """Parameters by transformers' names.
+
+    dim   numbers of a head, where rows of heads lie in llama.cpp's order
+    """
     records = header.records
     forms: dict[str, Form] = {}
     swapped = _swapped(records)
     for record in records.values():
         stem, _, kind = record.name.rpartition(".")
-        name = projector.trunk.get(stem)
+        name, turned = projector.trunk.get(stem), 0
         if (match := IN_LAYER.fullmatch(record.name)) is not None:
             own = projector.layer.get(swapped.get(match[2], match[2]))
             name = own and f"{projector.blocks.format(match[1])}{own}"
+            turned = dim if projector.turned and match[2] in _QUERIES[:2] else 0
         elif (match := DEEPSTACK.fullmatch(record.name)) is not None:
             own = projector.deepstack.get(match[2])
             name = own and f"deepstack_merger_list.{deepstack.index(int(match[1]))}.{own}"
         if name:
             minus = float(record.name in _SHIFTED)
-            forms[f"{projector.at}{name}.{kind}"] = plain_form(record, minus=minus)
-    if projector.square:
-        first = records.get(projector.out[0])
-        assert first is not None
-        forms[f"{projector.at}multi_modal_projector.mm_input_projection_weight"] = plain_form(first)
+            forms[f"{projector.at}{name}.{kind}"] = plain_form(record, minus, turned)
+            continue
+        layer = match[1] if match is not None and record.name.startswith("v.blk.") else ""
+        whole = projector.plain.get(record.name.replace(f".{layer}.", ".{}.", 1))
+        if whole is not None:
+            own, sizes = whole
+            forms[projector.at + own.format(layer)] = plain_form(_of_sizes(record, sizes))
+    if projector.prepared is not None:
         return forms
     for layer in range(depth_of(records)):
         for kind in ("weight", "bias"):
@@ -184,9 +178,17 @@ def _forms(header: GgufHeader, projector: Projector, deepstack: list[int]) -> di
     return forms
 
 
-def _check_all_read(header: GgufHeader, forms: Mapping[str, Form]) -> None:
+def _of_sizes(record: TensorRecord, sizes: int) -> TensorRecord:
+    """The same numbers with as many sizes, of which the first are 1."""
+    shape = list(record.shape)
+    while len(shape) > 1 and shape[0] == 1:
+        del shape[0]
+    return replace(record, shape=(*[1] * (sizes - len(shape)), *shape))
+
+
+def _check_all_read(header: GgufHeader, forms: Mapping[str, Form], unused: frozenset[str]) -> None:
     """Raise CheckpointError for a tensor that is no parameter: numbers would be others without."""
-    used: set[str] = set()
+    used = set(unused)
     for form in forms.values():
         for piece in form.pieces if isinstance(form, Joined) else (form,):
             if isinstance(piece, TensorRecord):
@@ -275,21 +277,22 @@ def config_with_encoder(
     named = {key: numbers[t] for key, t in projector.tokens.items() if t in numbers}
     first, text = next(iter(projector.tokens.items()))
     if first not in named:
-        raise CheckpointError(f"the model's vocabulary has no token {text}, for images")
+        raise CheckpointError(
+            f"the model's vocabulary has no token {text}, for images: use the model's safetensors"
+        )
     kind, causal = model
     rope = dict(config["rope_parameters"])
     processor = dict(encoder.processor)
-    if encoder.rows:
-        named["mm_tokens_per_image"] = encoder.rows
-        front, behind = ([numbers[t] for t in side if t in numbers] for side in projector.around)
-        processor["written"] = {"front": front, "rows": encoder.rows, "behind": behind}
+    if any(projector.around):
+        processor["written"] = _written(projector, encoder, numbers, named[first])
     sections = metadata.get(f"{architecture}.rope.dimension_sections")
     if isinstance(sections, list):
         rope["mrope_section"] = sections[:3]
     if kind.startswith("qwen3"):
         rope["mrope_interleaved"] = True
-    own = {"model_type": f"{kind}_text", "rope_parameters": rope}
-    text_config = {k: v for k, v in config.items() if k != "architectures"} | own
+    text_kind = config["model_type"] if projector.also_blind else f"{kind}_text"
+    changed = {"model_type": text_kind, "rope_parameters": rope}
+    text_config = {k: v for k, v in config.items() if k != "architectures"} | changed
     return {
         "architectures": [causal],
         "model_type": kind,
@@ -297,4 +300,25 @@ def config_with_encoder(
         "text_config": text_config,
         "vision_config": encoder.vision,
         **named,
+        **encoder.own,
     }, replace(encoder, processor=processor)
+
+
+def _written(
+    projector: Projector, encoder: ImageEncoderFile, numbers: Mapping[str, int], token: int
+) -> dict[str, Any]:
+    """Which tokens stand for an image in a prompt: see models/vision/processing.py."""
+    front, behind = ([numbers[t] for t in side if t in numbers] for side in projector.around)
+    if not projector.around[0]:
+        if len(behind) != len(projector.around[1]):
+            raise CheckpointError(
+                f"the model's vocabulary has not both of {' and '.join(projector.around[1])}, for "
+                "images"
+            )
+        return {"behind_rows": behind}
+    for text in (*projector.around[0], *projector.around[1]):
+        if text not in numbers and text.strip():
+            raise CheckpointError(f"the model's vocabulary has no token {text}, for images")
+    mark = numbers.get(projector.mark, token)
+    rows = next(n for key, n in encoder.own.items() if key in _ROWS)
+    return {"mark": mark, "front": front, "rows": rows, "behind": behind}

@@ -21,7 +21,7 @@ from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
 from hmt.models.vision.processing import (
     Processing,
-    WithTokens,
+    from_file,
     with_text,
     writes_text,
 )
@@ -93,7 +93,7 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         if not any((folder / name).is_file() for name in _PROCESSORS):
             return _without(model, f"there is no preprocessor_config.json in {folder}")
         try:
-            encoder = _opened(config, folder, model, written)
+            encoder = _opened(config, folder, model, written, names)
             if not isinstance(model, Decoder) and (encoder.together or encoder.added):
                 raise CheckpointError(
                     "its language model runs through transformers' modules, in which tokens of "
@@ -138,10 +138,16 @@ def _said(error: BaseException) -> str:
 
 
 def _opened(
-    config: Mapping[str, Any], folder: Path, model: Model, written: Mapping[str, Any] | None
+    config: Mapping[str, Any],
+    folder: Path,
+    model: Model,
+    written: Mapping[str, Any] | None,
+    names: Collection[str],
 ) -> Encoder:
-    """`written` says which tokens stand for an image, where no processor of text does.
+    """The encoder of a model.
 
+    written   says which tokens stand for an image, where no processor of text does
+    names     of the checkpoint's tensors
     Raises errors of many kinds where configurations are not what they should be.
     """
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
@@ -162,6 +168,10 @@ def _opened(
         raise CheckpointError("its config.json names no token that stands for images")
     if kind not in _OF_GRIDS + _PLAIN + _REPLACING:
         check_replaces(tree.model, text, token)
+    if whole.vision_config.model_type == "clip_vision_model" and kind in _PLAIN:
+        clip: Any = tree.model.base_model.vision_tower
+        if not any("post_layernorm" in name for name in names):
+            clip.post_layernorm = torch.nn.Identity()  # makes what LLaVA does not read
     axes = None if kind in _ONE_AXIS else getattr(tree.model.base_model, "get_rope_index", None)
     _check_text(model, axes=axes is not None)
     tower = Tower(tree.model, path, key_map.find(tree.model))
@@ -176,7 +186,7 @@ def _opened(
         processing = (
             with_text(whole, folder, token, processor)
             if written is None
-            else WithTokens(processor, token, written)
+            else from_file(whole, token, processor, written)
         )
         sizes = _probed_sizes(whole, processing)
         encoder = Encoder(tower, processing, sizes, axes=axes, together=_together(whole))

@@ -78,17 +78,19 @@ class WithRows(Processing):
 class WithTokens(Processing):
     """Tokens are written around as many rows as each image has, as a file with an encoder says.
 
-    written   `front` and `behind` are tokens around `rows`; the last in front is an image's mark
+    written   `front` and `behind` are tokens around `rows` for each square that an image is cut
+              into; `mark` is an image's token in a prompt
     """
 
     def __init__(self, processor: Any, token: int, written: Mapping[str, Any]) -> None:
         front, behind = written["front"], written["behind"]
-        super().__init__(processor, front[-1], token)
-        self._written = [*front, *[token] * written["rows"], *behind]
+        super().__init__(processor, written["mark"], token)
+        self._front, self._rows, self._behind = front, written["rows"], behind
 
     def written(self, made: Mapping[str, Any], rows: int) -> list[int]:
         """See Processing."""
-        return list(self._written)
+        rows = self._rows * len(made["pixel_values"])
+        return [*self._front, *[self.token] * rows, *self._behind]
 
 
 class WithText(Processing):
@@ -141,6 +143,18 @@ class WithText(Processing):
     def _tokens(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
+
+
+def from_file(config: Any, token: int, images: Any, written: Mapping[str, Any]) -> Processing:
+    """As a file with an encoder says: see `hmt.formats.gguf.projectors`.
+
+    config, token, images   as `with_text` takes them
+    """
+    if "behind_rows" in written:
+        between, last = written["behind_rows"]
+        side = config.vision_config.patch_size * config.spatial_merge_size
+        return WithRows(images, token, side, (between, last))
+    return WithTokens(images, token, written)
 
 
 def writes_text(kind: str) -> bool:
