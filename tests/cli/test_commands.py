@@ -48,6 +48,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "spill_dir": tmp_path,
         "disk_reader": "mmap",
         "mmproj": tmp_path / "mmproj.gguf",
+        "fallback_model": tmp_path,
         "verify_reads": "always",
         "threads": 1,
         "numa": "0",
