@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {"host_memory": "256MiB", "context": 8192, "check_weig
 _PROMPT, _LONG_PROMPT = 24, 512
 _ROUNDS, _WARM_STEPS, _STEPS = 3, 10, 100
 _REPLAYS = 24
+_LONG_ANSWER = 4096  # tokens, which take far longer than the replays in the middle of them
 
 
 def cpu_overheads(machine: Machine) -> ComputeRates:
@@ -62,8 +63,7 @@ def device_overheads(machine: Machine, options: Mapping[str, Any]) -> ComputeRat
     for layers in (FEW, MANY):
         with _loaded(dense_model, layers, options) as model:
             prompts[layers] = _prompt_beyond(bare, model)
-            _decoding_s(model, 1)
-            replayed_s = model.replayed_s(_REPLAYS)
+            replayed_s = _replayed_s(model)
             decode[layers] = max(0.0, replayed_s - _costs(bare, model).decode(1, _PROMPT).seconds)
     layer_s = max(0.0, (decode[MANY] - decode[FEW]) / (MANY - FEW))
     return replace(
@@ -176,6 +176,19 @@ def _decoding_s(model: "LoadedModel", users: int) -> float:
             if step >= _WARM_STEPS:
                 times.append(time.perf_counter() - begin)
     return median(times)
+
+
+def _replayed_s(model: "LoadedModel") -> float:
+    """A captured step of one token, repeated between those of a request that has not ended.
+
+    Replays read and write the pages of its sequence.
+    """
+    ids = prompt_tokens(_PROMPT, 0)
+    request = Request(input=ids, max_new_tokens=_LONG_ANSWER, ignore_eos=True)
+    with closing(model.stream(request)) as stream:
+        for _ in range(_STEPS):
+            next(stream)
+        return model.replayed_s(_REPLAYS)
 
 
 def _costs(machine: Machine, model: "LoadedModel") -> CostModel:
