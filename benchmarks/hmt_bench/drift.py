@@ -1,7 +1,7 @@
 """What watching requests costs, and what it finds: a share of steps, false alarms, drift caught.
 
 Statistics are made of the builtin calibration text.  Alarms are counted on text that it does not
-hold, and on texts that are built to be of another kind.  Time is the engine thread's inside the
+hold, and on text that is built to be of another kind.  Time is the engine thread's inside the
 watch, as a share of all of its time.
 """
 
@@ -32,13 +32,13 @@ def run(
     options: dict[str, Any],
     *,
     sequences: int = 128,
-    texts: int = 110,
+    pieces: int = 110,
     runs: int = 3,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """Shares of steps, medians of `runs`, and alarms by kind of text.
 
-    text       held-out text, of which `texts` pieces are read
+    text       held-out text, of which so many `pieces` are read
     sequences  of the builtin text, that calibrate
     """
     with tempfile.TemporaryDirectory(prefix="hmt-drift-") as made:
@@ -52,15 +52,15 @@ def run(
         progress("calibrating")
         with hmt.Engine(**options) as engine:
             loaded = engine.load_model(folder)
-            pieces = calibration_sequences("builtin", loaded.tokenizer, sequences, _LENGTH)
-            found = calibrate_activations(loaded, pieces)
+            calibration = calibration_sequences("builtin", loaded.tokenizer, sequences, _LENGTH)
+            found = calibrate_activations(loaded, calibration)
             beside = statistics_beside(folder)
             beside.unlink(missing_ok=True)  # a link to the model's own
             found.statistics.write(beside, identity(loaded.prepared.source))
         with hmt.Engine(**options) as engine:
             loaded = engine.load_model(folder)
             progress("reading held-out text")
-            kinds = _kinds(loaded.tokenizer, text, texts)
+            kinds = _kinds(loaded.tokenizer, text, pieces)
             alarms = {
                 kind: [
                     sum(drifts(found.statistics, loaded.hidden_rows(ids)) for ids in some),
@@ -81,8 +81,8 @@ def run(
     }
 
 
-def _kinds(tokenizer: Tokenizer, text: str, texts: int) -> dict[str, list[list[int]]]:
-    rng, count = random.Random(1), min(20, texts)
+def _kinds(tokenizer: Tokenizer, text: str, pieces: int) -> dict[str, list[list[int]]]:
+    rng, count = random.Random(1), min(20, pieces)
     every = tokenizer.encode(text)
     held_out = [every[at : at + _LENGTH] for at in range(0, len(every) - _LENGTH + 1, _LENGTH)]
 
@@ -94,7 +94,7 @@ def _kinds(tokenizer: Tokenizer, text: str, texts: int) -> dict[str, list[list[i
 
     few = [rng.choices(range(16, 4000), k=3) for _ in range(count)]
     return {
-        "held-out": held_out[:texts],
+        "held-out": held_out[:pieces],
         "digits": written("0123456789"),
         "another script": written([chr(code) for code in range(0x4E00, 0x5000)]),
         "three tokens again and again": [rng.choices(some, k=_LENGTH) for some in few],
@@ -126,7 +126,7 @@ class _Timer:
         return timed
 
 
-def _costs(model: LoadedModel, texts: list[list[int]], runs: int) -> list[dict[str, Any]]:
+def _costs(model: LoadedModel, sequences: list[list[int]], runs: int) -> list[dict[str, Any]]:
     watch, timer = model._core.runner.watch, _Timer()
     assert watch is not None, "statistics lie beside the weights"
     for name in ("see", "computed"):
@@ -139,7 +139,7 @@ def _costs(model: LoadedModel, texts: list[list[int]], runs: int) -> list[dict[s
     ):
         shares, rates = [], []
         for _ in range(runs + 1):  # the first warms caches
-            asked = [hmt.Request(ids[:prompt], new, ignore_eos=True) for ids in texts[:users]]
+            asked = [hmt.Request(ids[:prompt], new, ignore_eos=True) for ids in sequences[:users]]
             model.reset_summary()
             begin, timer.seconds = model._loop.call(time.thread_time), 0.0
             model.infer_batch(asked)

@@ -73,7 +73,7 @@ def test_a_text_that_is_none_is_told(bench, tmp_path):
 
 def test_watching_is_timed_and_drift_is_counted(bench, tmp_path):
     file = tmp_path / "drift.json"
-    options = ["--texts", "2", "--sequences", "6", "--runs", "1", "--host-memory", "256MiB"]
+    options = ["--pieces", "2", "--sequences", "6", "--runs", "1", "--host-memory", "256MiB"]
     done = bench("drift", "--quant", "w4a8", *options, "--json", file)
     assert done.code == 0, done.err
     content = json.loads(file.read_text())

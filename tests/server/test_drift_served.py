@@ -26,8 +26,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     options = {"quantization": "w4a8", "host_memory": "96MiB", "context": 1024, "max_batch": 4}
     with hmt.Engine(**options) as engine:
         model = engine.load_model(folder)
-        texts = calibration_sequences("builtin", model.tokenizer, 8, 512)
-        found = calibrate_activations(model, texts)
+        sequences = calibration_sequences("builtin", model.tokenizer, 8, 512)
+        found = calibrate_activations(model, sequences)
         found.statistics.write(statistics_beside(folder), identity(model.prepared.source))
     with hmt.Engine(**options) as engine:
         yield engine.load_model(folder)

@@ -17,7 +17,7 @@ from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
 def drift(
     engine: EngineOptions,
     model: ModelArgument = None,
-    texts: Annotated[int, typer.Option(min=1, help="Pieces of held-out text.")] = 110,
+    pieces: Annotated[int, typer.Option(min=1, help="Of held-out text, how many.")] = 110,
     sequences: Annotated[int, typer.Option(min=4, help="Pieces that calibrate.")] = 128,
     runs: Annotated[int, typer.Option(min=1, help="Runs; medians count.")] = 3,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
@@ -29,7 +29,7 @@ def drift(
     with notes().status("starting") as status:
         content = run(
             choose_model(model), held_out_text(None), engine.arguments(),
-            sequences=sequences, texts=texts, runs=runs, progress=status.update,
+            sequences=sequences, pieces=pieces, runs=runs, progress=status.update,
         )  # fmt: skip
     console = Console(highlight=False)
     table = Table(title=content["model"], title_justify="left", box=None)

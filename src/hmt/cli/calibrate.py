@@ -95,13 +95,13 @@ def activations(
 
         with Engine(**arguments) as made:
             loaded = made.load_model(path)
-            texts = [
+            pieces = [
                 piece
                 for name in text or ["builtin"]
                 for piece in calibration_sequences(name, loaded.tokenizer, sequences, length)
             ]
             found = calibrate_activations(
-                loaded, texts, lambda done, of: status.update(f"reading {done} of {of} texts")
+                loaded, pieces, lambda done, of: status.update(f"reading {done} of {of} sequences")
             )
             file = statistics_beside(path)
             try:
@@ -148,7 +148,7 @@ def _print_activations(found: "CalibratedActivations", file: Path) -> None:
     limits = ", ".join(f"{limit.kl:.2f}" for limit in found.statistics.limits)
     console.print(
         f"divergence from which on a request drifts, in nats for each channel: {limits}, of 64, "
-        f"128, 192 and 256 tokens; {found.alarms} of {found.held_out} texts that were held out "
+        f"128, 192 and 256 tokens; {found.alarms} of {found.held_out} held-out sequences "
         "would have been beyond the others'",
         soft_wrap=True,
     )

@@ -32,7 +32,7 @@ class ModelRunner:
     For the engine's thread only.
 
     executor           walks the layers
-    watch              finds sequences that need higher precision; None: nobody looks
+    watch              finds sequences that need higher precision; None: none is watched
     expert_prefetcher  of experts on the disk; None where there are none
     meter              what steps cost
     """
@@ -139,7 +139,7 @@ class ModelRunner:
 
     @property
     def drift(self) -> DriftAccount | None:
-        """Which sequences were computed in higher precision; None: nobody looks for them."""
+        """Which sequences were computed in higher precision; None: no sequence is watched."""
         return None if self.watch is None else replace(self.watch.account)
 
     def reset_account(self) -> None:

@@ -233,7 +233,7 @@ class RunSummary:
     kv                    a KV cache over several tiers; None where all lies where layers compute
     predicted             what the plan predicted of the steps that were computed
     speculation           what guesses of next tokens gave
-    drift                 requests whose activations left those of calibration; None: nobody looked
+    drift                 requests whose activations left those of calibration; None: not watched
     """
 
     prompt: Phase

@@ -40,7 +40,7 @@ def expert_module(block: BlockId, param: BoundParam, record: TensorRecord) -> st
 def expert_record(
     module: str, block: BlockId, param: BoundParam, record: TensorRecord
 ) -> TensorRecord:
-    """An expert's matrix as it lies in the stack `record`, by a name of its own."""
+    """One expert's matrix in the stack `record`, under its own name."""
     rows, columns = param.spec.shape
     expert_bytes = record.nbytes // record.shape[0]
     joined = record.shape[1] * record.shape[2] // (rows * columns)  # gate and up, or one

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hmt.contracts.blocks import TRUNK
-from hmt.contracts.plan import Tier
 from hmt.engine.drift import STATISTICS, WINDOW_TOKENS
 from hmt.memory import Ledger
 from hmt.quantizing.activation_statistics import write_statistics
@@ -56,11 +55,7 @@ class LayerRun:
     def run(self) -> dict[str, Any]:
         """Everything but the last step; returns the report."""
         job = self._job
-        with ExitStack() as stack:
-            for purpose in ("work", "statistics", "activations"):  # torch's memory
-                nbytes = getattr(self._plan, purpose)
-                account = self._ledger.open(Tier.HOST, purpose, nbytes)
-                stack.callback(account.close)
+        with self._plan.charged(self._ledger):
             for number, work in enumerate(job.works):
                 before = self._done
                 self._layer(number, work)

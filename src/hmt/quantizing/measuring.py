@@ -8,7 +8,6 @@ layer is measured by rounding all weights of that name in the layer at once.
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hmt.base.folders import writing
-from hmt.contracts.plan import Tier
 from hmt.memory import Ledger
 from hmt.quant.methods.interface import Statistics, Target
 from hmt.quantizing.folder import PartialFolder
@@ -88,11 +86,7 @@ class MeasureRun:
         with writing(f"making {self._hidden_folder}"):
             self._hidden_folder.mkdir(exist_ok=True)
         found: dict[str, Measured] = {}
-        with ExitStack() as stack:
-            for purpose in ("work", "statistics", "activations"):  # torch's memory
-                nbytes = getattr(self._plan, purpose)
-                account = self._ledger.open(Tier.HOST, purpose, nbytes)
-                stack.callback(account.close)
+        with self._plan.charged(self._ledger):
             for number in range(self._job.model.spec.layers):
                 self._layer(self._job.works[number])
                 self._progress(_MEASURING, number + 1, self._job.model.spec.layers)

@@ -1,13 +1,16 @@
 """How a budget of host memory is shared between weights, statistics and activations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import MIB, format_bytes
 from hmt.contracts.blocks import TRUNK, BlockId
 from hmt.contracts.model import CHUNK_TOKENS, ModelSpec
+from hmt.contracts.plan import Tier
 from hmt.kernels.ops import ATTENTION_WORKSPACE_BYTES
+from hmt.memory import Ledger
 from hmt.quant.methods.interface import Needs
 from hmt.quantizing.measures import sampled_bytes
 from hmt.quantizing.statistics import nbytes as statistics_bytes
@@ -48,6 +51,18 @@ class MemoryPlan:
     def total(self) -> int:
         """All of it."""
         return self.stores + self.work + self.statistics + self.activations
+
+    @contextmanager
+    def charged(self, ledger: Ledger) -> Iterator[None]:
+        """In the body, what torch allocates is charged; stores charge their own.
+
+        Raises BudgetError.
+        """
+        with ExitStack() as stack:
+            for purpose in ("work", "statistics", "activations"):
+                account = ledger.open(Tier.HOST, purpose, getattr(self, purpose))
+                stack.callback(account.close)
+            yield
 
 
 def plan_memory(

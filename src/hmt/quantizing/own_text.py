@@ -26,7 +26,7 @@ def own_sequences(path: Path, count: int, length: int, host_memory_bytes: int) -
     It writes up to `count`, sampled at temperature 1 from seeds, so that they are the same each
     time: a user's turn and its answer; where less than a quarter of them comes to an end, turns
     without answers follow.  The text that comes with the package adds about as many tokens, so that
-    long texts are not forgotten; more of it, and chats suffer.
+    long prose is not forgotten; more of it, and chats suffer.
     Raises ConfigError where the model has no chat template, and what `Engine.load_model` raises.
     """
     with Engine(host_memory=host_memory_bytes, context=length, speculate="off") as engine:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from hmt.engine.drift.statistics import BLOCK_TOKENS, ActivationStatistics, Floats
 
-_HELD_OUT = 4  # of so many texts one
+_HELD_OUT = 4  # of so many sequences one
 
 
 class RowSource(Protocol):
@@ -22,8 +22,8 @@ class CalibratedActivations:
     """Statistics, and how well they tell.
 
     tokens     that were read
-    held_out   texts that were compared with statistics of all others
-    alarms     of these, texts that they would have found to drift
+    held_out   sequences that were compared with statistics of all others
+    alarms     of these, sequences that they would have found to drift
     """
 
     statistics: ActivationStatistics
@@ -34,17 +34,17 @@ class CalibratedActivations:
 
 def calibrate_activations(
     model: RowSource,
-    texts: Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> CalibratedActivations:
-    """Statistics of all of `texts`: token ids, of at most the model's context each.
+    """Statistics of all of `sequences`: token ids, of at most the model's context each.
 
     Every fourth text is also compared with statistics of the others.  Raises ConfigError where
     they are too short, and what `LoadedModel.hidden_rows` raises.
     """
     rows = list[Floats]()
-    for number, text in enumerate(texts):
-        progress(number, len(texts))
+    for number, text in enumerate(sequences):
+        progress(number, len(sequences))
         if len(text) >= BLOCK_TOKENS:
             rows.append(model.hidden_rows(text))
     statistics = ActivationStatistics.of(rows)
@@ -54,7 +54,7 @@ def calibrate_activations(
         others = [one for n, one in enumerate(rows) if n % _HELD_OUT != _HELD_OUT - 1]
         known = ActivationStatistics.of(others)
         alarms = sum(drifts(known, text) for text in held_out)
-    return CalibratedActivations(statistics, sum(map(len, texts)), len(held_out), alarms)
+    return CalibratedActivations(statistics, sum(map(len, sequences)), len(held_out), alarms)
 
 
 def drifts(statistics: ActivationStatistics, rows: Floats) -> bool:

@@ -68,14 +68,14 @@ class ActivationStatistics:
     limits: tuple[Distance, ...]
 
     @staticmethod
-    def of(texts: Iterable[Floats]) -> "ActivationStatistics":
+    def of(sequences: Iterable[Floats]) -> "ActivationStatistics":
         """From the rows that were looked at of each text: f32 [rows, channels].
 
-        Goes through `texts` twice.  Raises ConfigError where no text has a whole window.
+        Goes through `sequences` twice.  Raises ConfigError where no text has a whole window.
         """
         count, longest = 0, 0
         total = squares = np.zeros((), np.float64)
-        for rows in texts:
+        for rows in sequences:
             whole = rows[: len(rows) // BLOCK_ROWS * BLOCK_ROWS].astype(np.float64)
             count, longest = count + len(whole), max(longest, len(whole))
             total, squares = total + whole.sum(0), squares + (whole * whole).sum(0)
@@ -87,7 +87,7 @@ class ActivationStatistics:
         deviation = np.sqrt(np.maximum(squares / count - mean * mean, _LEAST_DEVIATION**2))
         found = ActivationStatistics(mean.astype(np.float32), deviation.astype(np.float32), ())
         seen: list[list[Distance]] = [[] for _ in range(WINDOW)]
-        for blocks, one in (window for rows in texts for window in found.windows(rows)):
+        for blocks, one in (window for rows in sequences for window in found.windows(rows)):
             seen[blocks - 1].append(one)
         limits = (
             Distance(

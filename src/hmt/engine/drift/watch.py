@@ -97,7 +97,7 @@ class RowSampler:
     def see(self, step: Step, hidden: Tensor, *, stays: bool = True) -> None:
         """Hidden states [tokens, ...] of a step behind the last layer.
 
-        stays   whether they are what they are as long as somebody holds them
+        stays   whether they are what they are as long as they are referenced
         """
         runs = [run for run in step.segments if run.start | _LAST < run.start + run.length]
         self.seen = []

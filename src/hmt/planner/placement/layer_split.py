@@ -125,7 +125,7 @@ class _Device:
 
     @cached_property
     def _sums(self) -> list[int]:
-        """Bytes of the first layers, keys and values included, by their number."""
+        """Bytes of the first layers, KV cache included, by their number."""
         sizes = (layer.core_bytes + layer.wide_bytes for layer in self.room.layers)
         return list(accumulate(sizes, initial=0))
 

@@ -1,1 +1,1 @@
-"""Ollama's API: chats, texts and models, over what the other APIs use."""
+"""Ollama's API: chats, completions and models, over what the other APIs use."""

@@ -86,7 +86,7 @@ class Options(Fields):
 
 
 class Asked(Fields):
-    """What chats and texts have in common.  `stream` is true where nothing is said."""
+    """What chats and completions have in common.  `stream` is true where nothing is said."""
 
     IGNORED = IGNORED
 

@@ -80,7 +80,7 @@ class Item(Fields):
 
 
 class MessageItem(Item):
-    """What somebody said."""
+    """A message."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]

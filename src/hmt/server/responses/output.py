@@ -27,12 +27,12 @@ class OutputItem(ABC):
 
     place  its index in the output of the response
     id     of its own
-    texts  what has been written, in pieces
+    pieces what has been written
     """
 
     place: int
     id: str
-    texts: list[str] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
 
     @abstractmethod
     def told(self, status: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class OutputItem(ABC):
     @property
     def text(self) -> str:
         """All that has been written."""
-        return "".join(self.texts)
+        return "".join(self.pieces)
 
     def event(self, kind: str, **fields: Any) -> Event:
         """An event about it."""
@@ -84,7 +84,7 @@ class Message(OutputItem):
 
     @override
     def add(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
-        self.texts.append(text)
+        self.pieces.append(text)
         self.logprobs = self.logprobs + logprobs
         yield self.event("output_text.delta", content_index=0, delta=text, logprobs=logprobs)
 
@@ -136,7 +136,7 @@ class Reasoning(OutputItem):
 
     @override
     def add(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
-        self.texts.append(text)
+        self.pieces.append(text)
         yield self._text(_DELTA, delta=text)
 
     @override
@@ -184,7 +184,7 @@ class Call(OutputItem):
 
     @override
     def add(self, text: str, logprobs: list[Any]) -> Iterator[Event]:
-        self.texts.append(text)
+        self.pieces.append(text)
         assert self.tool is not None
         if text and not self.tool.custom:
             yield self.event("function_call_arguments.delta", delta=text)

@@ -46,7 +46,7 @@ class Result:
                  the CPU's: hidden states [tokens, hidden_size], and None
     shown        hidden states f32 [tokens, width] that were asked for; None: none were, or `left`
                  tells
-    last         [tokens, ...] behind the last layer; None: nobody observes them, or `left` tells
+    last         [tokens, ...] behind the last layer; None: they are not observed, or `left` tells
     """
 
     left: torch.Tensor
@@ -211,7 +211,7 @@ def next_runs(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def token_runs(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Each token of `runs` as one of its own."""
+    """Each token of `runs` as a run."""
     return tuple(
         replace(run, start=run.start + at, offset=run.offset + at, length=1, drafts=0)
         for run in runs

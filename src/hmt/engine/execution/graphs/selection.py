@@ -119,7 +119,7 @@ def open_split_graphs(
     """
     spec, devices = model.spec, plan.stage_devices
     if any(devices.get(at) != devices.get(of) for at, of in spec.kv_sources.items()):
-        return "layers on several GPUs share keys and values"
+        return "layers on several GPUs share a KV cache"
     if not isinstance(kv, SplitKVCache) or not kv.is_on_devices:
         return "the CPU computes some layers"
     if not isinstance(weights, SplitWeights):
