@@ -61,7 +61,7 @@ def opening(browser: Any, address: str) -> Iterator[Opened]:
     wrong: list[str] = []
     contexts = []
 
-    def open_page(at: str = address, expected: str = "", **options: Any) -> Any:
+    def open_page(expected: str = "", **options: Any) -> Any:
         context = browser.new_context(**options)
         contexts.append(context)
         page = context.new_page()
@@ -73,8 +73,8 @@ def opening(browser: Any, address: str) -> Iterator[Opened]:
 
         page.on("console", told)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("request", lambda r: None if r.url.startswith(at) else wrong.append(r.url))
-        page.goto(at)
+        page.on("request", lambda r: None if r.url.startswith(address) else wrong.append(r.url))
+        page.goto(address)
         return page
 
     yield open_page

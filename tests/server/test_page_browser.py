@@ -15,6 +15,7 @@ from page_in_browser import (
     answered,
     ask,
     given,
+    opening,
     pending,
     served,
     stream,
@@ -131,11 +132,9 @@ def test_what_a_model_writes_stays_text(opened: Opened) -> None:
     assert thoughts.locator("em").inner_text() == "see"
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab(
-    browser: Any, opened: Opened, model: LoadedModel
-) -> None:
-    with served(model, keys=KeyRing.of([KEY])) as at:
-        page = opened(at, expected="401")  # browsers write refusals down themselves
+def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Any, model: LoadedModel) -> None:
+    with served(model, keys=KeyRing.of([KEY])) as at, opening(browser, at) as opened:
+        page = opened(expected="401")  # browsers write refusals down themselves
         page.wait_for_selector("#key-dialog[open]")
         assert page.evaluate("document.activeElement.id") == "key"
         page.keyboard.type("sk-wrong-and-long")
@@ -152,7 +151,6 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(
         assert stores == [{"hmt-key": KEY}, {}, ""]
         page.reload()
         page.wait_for_selector("#machine-body:not([hidden])")
-        page.close()
 
 
 def colour(page: Any, name: str) -> str:

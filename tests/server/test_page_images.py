@@ -6,7 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
-from page_in_browser import MARKS, SCREENSHOTS, Opened, answered, ask, given, pending, served
+from page_in_browser import (
+    MARKS,
+    SCREENSHOTS,
+    Opened,
+    answered,
+    ask,
+    given,
+    opening,
+    pending,
+    served,
+)
 from PIL import Image
 from vision_models import file_of, picture
 
@@ -16,15 +26,16 @@ pytestmark = MARKS
 
 
 def test_images_are_picked_pasted_dropped_taken_away_and_sent(
-    opened: Opened, seeing: LoadedModel, tmp_path: Path
+    browser: Any, seeing: LoadedModel, tmp_path: Path
 ) -> None:
     for number in range(2):
         picture(37, 21, number).save(tmp_path / f"{number}.png")
     files = [(tmp_path / f"{number}.png").read_bytes() for number in range(2)]
     noise = Image.frombytes("RGB", (1600, 900), random.Random(1).randbytes(1600 * 900 * 3))
     large = file_of(noise, "PNG")
-    with served(seeing, max_body_bytes=4 << 20) as at:
-        page = opened(at)
+    # The page goes before its server: what it asks a server that is gone is told on the console.
+    with served(seeing, max_body_bytes=4 << 20) as at, opening(browser, at) as opened:
+        page = opened()
         sent: list[Any] = []
         page.on("request", lambda r: sent.append(r.post_data_json) if r.post_data else None)
         page.wait_for_selector("#image-button[aria-disabled=false]")
