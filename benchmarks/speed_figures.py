@@ -1,4 +1,4 @@
-"""Writes README's figures from the measurements in benchmarks/results; `--check` only compares."""
+"""Writes the figures of docs/speed.md from the measurements in benchmarks/results; `--check` only compares."""
 
 import json
 import sys
@@ -43,7 +43,7 @@ _HYBRIDS = {
     ),
 }
 _KV_SPEED = "kv-speed-8b-h200.json"
-_BEGIN, _END = "<!-- figures: benchmarks/readme_figures.py {} -->", "<!-- /figures -->"
+_BEGIN, _END = "<!-- figures: benchmarks/speed_figures.py {} -->", "<!-- /figures -->"
 
 
 _GPU_KERNELS = "gpu-kernels-h200.json"
@@ -299,16 +299,16 @@ def _fill(text: str, name: str, lines: list[str]) -> str:
 
 
 def main() -> int:
-    """Bring README up to date; 1 where `--check` finds that it is not."""
-    readme = _ROOT / "README.md"
-    text = readme.read_text()
+    """Bring docs/speed.md up to date; 1 where `--check` finds that it is not."""
+    page = _ROOT / "docs" / "speed.md"
+    text = page.read_text()
     wanted = _fill(text, "speed", [*peers(), "", *kernels()])
     wanted = _fill(wanted, "larger", larger())
     wanted = _fill(wanted, "kv", keys_and_values())
     wanted = _fill(wanted, "gpu", gpu())
     if "--check" in sys.argv:
         return int(wanted != text)
-    readme.write_text(wanted)
+    page.write_text(wanted)
     return 0
 
 
