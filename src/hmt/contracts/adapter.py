@@ -15,12 +15,12 @@ from hmt.contracts.encoding import WeightTensor
 class LowRank:
     """What one adapter adds to one linear layer: scale * up(down(x)), in f32.
 
-    down   [rank, in], floats, row-major
-    up     [out, rank], the same
+    down   [rank, in], f32, f16 or bf16, contiguous
+    up     [rank, out], the same: transposed, so that kernels read it in order
     """
 
-    down: WeightTensor
-    up: WeightTensor
+    down: torch.Tensor
+    up: torch.Tensor
     scale: float
 
     @property

@@ -126,7 +126,7 @@ class AdaptedOperations:
                 f"adapters were asked for in a step of {len(w.rows)} tokens, of which this model "
                 f"takes {len(x)} apart in a layer that they change; leave the adapter out"
             )
-        self._backend.add_low_rank(out, x, w.rows, w.low_rank)
+        self._backend.add_low_rank(out, x, w)
         w.applied()
 
 

@@ -18,7 +18,6 @@ from hmt.kernels import reference
 # Reference operations that are made of others, which they take as `kernels`.
 _CHAINS = frozenset(
     {
-        "add_low_rank",
         "append_attend_pages",
         "attention_inputs",
         "experts",

@@ -11,7 +11,6 @@ from hmt.base.errors import AdapterError, DiskReadError, NumericsError, ShapeErr
 from hmt.contracts.adapter import LowRank
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.checkpoint import TensorRecord
-from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.model import ModelSpec
 from hmt.formats.adapters import AdapterFile, AdapterMatrices
 from hmt.quant.repacking.row_order import turn_back
@@ -23,9 +22,9 @@ _ADAPTED: Final = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER, BlockKi
 # Which attention does not multiply with, but takes apart: see layers/latent.
 _TAKEN_APART: Final = ("kv_b_proj",)
 _FLOATS: Final = {
-    "F32": (torch.float32, Encoding.F32),
-    "F16": (torch.float16, Encoding.F16),
-    "BF16": (torch.bfloat16, Encoding.BF16),
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
 }
 _READ_BYTES: Final = 1 << 20
 
@@ -72,15 +71,17 @@ class BoundAdapter:
 
     def read(self) -> Parts:
         """Its numbers.  Raises DiskReadError, or NumericsError where some are not finite."""
-        downs: dict[tuple[str, int], WeightTensor] = {}
+        downs: dict[tuple[str, int], torch.Tensor] = {}
         found: dict[BlockId, dict[str, LowRank]] = {}
         for part in self.parts:
             matrices = part.matrices
             place = matrices.down.name, matrices.down.offset
             if place not in downs:
                 downs[place] = _read(matrices.down)
-            up = _read(matrices.up, matrices.turned)
-            added = LowRank(downs[place], up, matrices.scale)
+            up = _read(matrices.up)
+            if matrices.turned:
+                up = turn_back(up, matrices.turned)
+            added = LowRank(downs[place], up.T.contiguous(), matrices.scale)
             found.setdefault(part.block, {})[part.name] = added
         return found
 
@@ -205,14 +206,11 @@ def _pieces(record: TensorRecord, take: Callable[[bytes], None]) -> None:
         raise DiskReadError(f"{record.file} cannot be read ({os_reason(error)})") from error
 
 
-def _read(record: TensorRecord, turned: int = 0) -> WeightTensor:
-    """A matrix, its rows in the model's order."""
+def _read(record: TensorRecord) -> torch.Tensor:
+    """A matrix as published."""
     raw = bytearray()
     _pieces(record, raw.extend)
-    dtype, encoding = _FLOATS[record.dtype]
-    numbers = torch.frombuffer(raw, dtype=dtype).view(record.shape)
+    numbers = torch.frombuffer(raw, dtype=_FLOATS[record.dtype]).view(record.shape)
     if not bool(torch.isfinite(numbers).all()):
         raise NumericsError(f"{record.file}: {record.name!r} holds numbers that are none")
-    if turned:
-        numbers = turn_back(numbers, turned)
-    return WeightTensor(encoding, record.shape, numbers.contiguous())
+    return numbers

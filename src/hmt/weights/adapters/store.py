@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hmt.base.errors import AdapterError, BudgetError, RequestError
@@ -55,6 +55,14 @@ class AdapterStore:
         self._by_number: dict[int, _Known] = {}
         self._numbers = 0
         self._clock = 0
+        self._watchers: list[Callable[[], None]] = []
+
+    def watch(self, evicted: Callable[[], None]) -> None:
+        """Call `evicted`, on any thread, when an adapter leaves memory, to let go of its numbers.
+
+        Nobody computes with it then.
+        """
+        self._watchers.append(evicted)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,6 +181,8 @@ class AdapterStore:
     def _evict(self, known: _Known) -> None:
         if known.parts is not None:
             known.parts = None
+            for evicted in self._watchers:
+                evicted()
             self._account.release(known.bound.nbytes)
 
     def _release(self, known: _Known) -> None:

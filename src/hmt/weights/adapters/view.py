@@ -102,22 +102,22 @@ class AdapterViews:
 
     def __init__(self, weights: Weights, adapters: AdapterStore) -> None:
         self._weights, self._adapters = weights, adapters
-        self._numbers: tuple[int, ...] = ()
-        self._view: AdaptedView | None = None
+        self._last: tuple[tuple[int, ...], AdaptedView] | None = None
+        adapters.watch(self._forget)
 
     def of(self, step: Step) -> AdaptedView:
         """Weights for a step that has adapters.  Each is held by a request."""
         numbers = tuple(run.adapter for run in step.segments for _ in range(run.length))
-        if self._view is None or numbers != self._numbers:
+        last = self._last
+        if last is None or last[0] != numbers:
             parts: dict[BlockId, dict[str, dict[int, LowRank]]] = {}
             rows = AdapterRows(numbers)
             for number in rows.present:
                 for block, names in self._adapters.parts(number).items():
                     for name, added in names.items():
                         parts.setdefault(block, {}).setdefault(name, {})[number] = added
-            self._view, self._numbers = AdaptedView(self._weights, rows, parts), numbers
-        return self._view
+            last = self._last = numbers, AdaptedView(self._weights, rows, parts)
+        return last[1]
 
-    def forget(self) -> None:
-        """Let go of adapters that have left."""
-        self._view, self._numbers = None, ()
+    def _forget(self) -> None:
+        self._last = None
