@@ -26,6 +26,7 @@ _FLOATS: Final = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+_ROUTER: Final = "router"
 _READ_BYTES: Final = 1 << 20
 
 
@@ -151,7 +152,8 @@ class _Layers:
         file: AdapterFile,
     ) -> None:
         at = f"{file.path} changes {matrices.module}"
-        if param.role is not Role.LINEAR or block.kind not in _ADAPTED or len(param.shape) != 2:
+        is_matrix = param.role is not Role.TABLE and len(param.shape) == 2
+        if not is_matrix or block.kind not in _ADAPTED or param.name == _ROUTER:
             raise AdapterError(
                 f"{at}, the {block}; HMT adapts linear layers of attention, networks and experts "
                 "alone: no embeddings, output layers, routers or norms"
