@@ -41,7 +41,8 @@ def write_adapter(
     with torch.no_grad():
         for name, numbers in adapted.named_parameters():
             if ".lora_" in name:
-                numbers.copy_(torch.randn(numbers.shape, generator=generator) * 0.08)
+                drawn = torch.randn(numbers.shape, generator=generator)
+                numbers.copy_(drawn * 0.1 * min(numbers.shape) ** -0.25)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapted.save_pretrained(folder)
