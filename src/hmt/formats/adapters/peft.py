@@ -7,6 +7,7 @@ rank (arXiv 2106.09685) or by the root of it (rsLoRA, arXiv 2312.03732).
 import json
 import math
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -164,12 +165,17 @@ class _Patterns:
 
     def _matching(self, patterns: list[tuple[Any, float]], module: str, default: float) -> float:
         for pattern, value in patterns:
+            begin = time.monotonic()
             try:
-                if pattern.match(module, timeout=self._left_s):
+                # A timeout of 0 would be none.
+                if pattern.match(module, timeout=max(self._left_s, 1e-3)):
                     return value
+                self._left_s -= time.monotonic() - begin
+                if self._left_s < 0:
+                    raise TimeoutError
             except TimeoutError:
                 raise AdapterError(
-                    f"{self._path}: the pattern {pattern.pattern[:60]!r} takes more than "
+                    f"{self._path}: patterns, the last {pattern.pattern[:60]!r}, take more than "
                     f"{_PATTERN_TIMEOUT_S:g} s to match: write the modules' names instead"
                 ) from None
         return default

@@ -75,8 +75,7 @@ def _inside(folder: Path | None, path: str) -> Path:
             code="adapters_are_fixed",
         )
     root = folder.resolve()
-    found = (root / path).resolve()
-    if "\0" in path or not found.is_relative_to(root):
+    if "\0" in path or not (found := (root / path).resolve()).is_relative_to(root):
         raise ApiError(
             400, f"{path!r:.200} is not in the server's folder of adapters: give a path in it",
             param="lora_path", code="invalid_value",
