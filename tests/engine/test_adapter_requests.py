@@ -118,6 +118,26 @@ def test_quantised_weights_have_the_same_added(
     assert float((rounded - exact).norm() / exact.norm()) < 0.35
 
 
+@pytest.mark.parametrize("gpus", ["fake", "fake,fake"])
+def test_devices_compute_the_same(gpus: str, adapters: tuple[Path, dict[str, Any]]) -> None:
+    """Where steps without adapters are captured, those with any are not, and the summary says so."""
+    tokens, found = prompt(29, 30), []
+    named = [f"own={adapters[0]}/a3"]
+    for device in ({}, {"gpus": gpus, "gpu_memory": "96MiB"}):
+        with hmt.Engine(adapters=named, **OPTIONS, **device) as engine:
+            loaded = engine.load_model(MINI_DENSE)
+            asked = [hmt.Request(tokens, 8, ignore_eos=True, adapter=one) for one in ("own", "")]
+            bare = loaded.infer(asked[1]).token_ids
+            notes = loaded.summary().notes
+            both = [one.token_ids for one in loaded.infer_batch(asked)]
+            assert both[1] == bare
+            found.append((both, loaded.logits(tokens, range(30), adapter="own")))
+            if device:
+                assert not any("adapters" in note for note in notes)
+                assert any("adapters" in note for note in loaded.summary().notes)
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
 def test_speculation_changes_no_answer(adapters: tuple[Path, dict[str, Any]]) -> None:
     text = prompt(11, 12) * 4
     asked = [

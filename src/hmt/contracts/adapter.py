@@ -4,7 +4,7 @@ An adapter is known by a number, from 1 on; 0 stands for none.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -22,6 +22,13 @@ class LowRank:
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    _copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def on(self, where: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`down` and `up` on a device, always in the same dtype there; kept as long as this."""
+        if where not in self._copies:
+            self._copies[where] = self.down.to(where, dtype), self.up.to(where, dtype)
+        return self._copies[where]
 
     @property
     def rank(self) -> int:

@@ -304,6 +304,8 @@ class OverlappedExecutor(Executor):
     @override
     def notes(self) -> tuple[str, ...]:
         reason = self._obstacle if self.graphs is None else self.graphs.failure
+        if not reason and self.graphs is not None and self._views is not None and self._views.used:
+            reason = "some had adapters, which captures do not add"
         if not reason:
             return ()
         return (f"decoding steps are not captured, and slower for it: {reason}",)
@@ -320,7 +322,9 @@ class OverlappedExecutor(Executor):
     def verifies(self, sequences: int) -> bool:
         if self.graphs is None:
             return super().verifies(sequences)
-        return self.graphs.verifies(sequences)
+        # Only captured steps compute drafts' tokens as if each were alone.
+        adapted = self._views is not None and self._views.in_use
+        return not adapted and self.graphs.verifies(sequences)
 
     @override
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:

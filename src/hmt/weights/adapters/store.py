@@ -82,6 +82,12 @@ class AdapterStore:
             there = ((name, known) for name, known in self._known.items())
             return {name: known.bound.nbytes for name, known in there if known.parts is not None}
 
+    @property
+    def in_use(self) -> bool:
+        """Whether anybody holds one."""
+        with self._lock:
+            return any(known.uses for known in self._known.values())
+
     def describe(self, name: str) -> BoundAdapter:
         """What is known of an adapter.  Raises RequestError where there is none of the name."""
         with self._lock:

@@ -98,16 +98,25 @@ class AdapterViews:
     """Weights with adapters, one view at a time: steps that decode mostly have those of the last.
 
     For the thread that computes.
+
+    used   whether any step had adapters
     """
 
     def __init__(self, weights: Weights, adapters: AdapterStore) -> None:
         self._weights, self._adapters = weights, adapters
         self._last: tuple[tuple[int, ...], AdaptedView] | None = None
+        self.used = False
         adapters.watch(self._forget)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether requests that have not ended have adapters."""
+        return self._adapters.in_use
 
     def of(self, step: Step) -> AdaptedView:
         """Weights for a step that has adapters.  Each is held by a request."""
         numbers = tuple(run.adapter for run in step.segments for _ in range(run.length))
+        self.used = True
         last = self._last
         if last is None or last[0] != numbers:
             parts: dict[BlockId, dict[str, dict[int, LowRank]]] = {}
