@@ -4,6 +4,7 @@ import typer
 
 from hmt.cli.main import guard
 from hmt_bench.commands import (
+    adapters,
     bigger_than_ram,
     cache,
     drift,
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
     help=__doc__,
 )
+app.command("adapters")(adapters.adapters)
 app.command("cache")(cache.cache)
 app.command("drift")(drift.drift)
 app.command("gpu")(gpu.gpu)

@@ -2,6 +2,7 @@
 
 #include "binding/binding.h"
 #include "linear/gguf.h"
+#include "linear/low_rank.h"
 #include "experimental/msd.h"
 #include "linear/pack.h"
 
@@ -17,6 +18,11 @@ Weight make_weight(int code, int packing, size_t rows, size_t columns, Address d
           tile_columns, at<const uint8_t>(zeros), at<const void>(minima), factor,
           int8_activations, scale_columns, 0, at<const uint32_t>(grid)};
 }
+
+// The adapters of a step's rows, as Python keeps them; borrows all memory.
+struct LowRanks {
+  std::vector<LowRank> adapters;
+};
 
 }  // namespace
 
@@ -48,6 +54,22 @@ void bind_linear(nb::module_& m) {
     linear(projections.data(), projections.size(),
            {at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
            {at<void>(out), static_cast<DType>(out_type), tokens, 0, out_stride}, threads);
+  });
+  nb::class_<LowRanks>(m, "LowRanks", "Adapters of some rows; borrows memory.")
+      .def(nb::init<>())
+      .def("add", [](LowRanks& all, Address rows, size_t count, Address down, int down_type,
+                     Address up, int up_type, size_t rank, float scale) {
+        all.adapters.push_back({at<const int64_t>(rows), count, at<const void>(down),
+                                static_cast<DType>(down_type), at<const void>(up),
+                                static_cast<DType>(up_type), rank, scale});
+      });
+  m.def("add_low_rank", [](const LowRanks& all, Address x, int type, size_t tokens, size_t columns,
+                           size_t stride, Address out, int out_type, size_t out_columns,
+                           size_t out_stride, size_t threads) {
+    Kernel kernel;
+    add_low_rank({at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
+                 {at<void>(out), static_cast<DType>(out_type), tokens, out_columns, out_stride},
+                 all.adapters.data(), all.adapters.size(), threads);
   });
   m.def("msd_linear", [](const Weight& weight, Address x, int type, size_t tokens, size_t stride,
                          Address out, int out_type, size_t out_stride, size_t threads) {

@@ -7,6 +7,7 @@
     │   ├── HeaderError            a header that lies or is truncated
     │   ├── ShapeError             a tensor contradicts the model's configuration
     │   ├── UnknownArchitectureError
+    │   ├── AdapterError           a low-rank adapter that does not suit the model, or is in use
     │   └── PackError              a pack that is unfinished, or that another version has made
     │       └── DamagedPackError     its bytes are not those that were written
     ├── BudgetError              what was asked for does not fit the memory that was given
@@ -52,6 +53,10 @@ class ShapeError(CheckpointError):
 
 class UnknownArchitectureError(CheckpointError):
     """No family of HMT runs this architecture."""
+
+
+class AdapterError(CheckpointError):
+    """A low-rank adapter cannot be used with this model, or not now."""
 
 
 class PackError(CheckpointError):

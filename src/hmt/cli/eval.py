@@ -61,7 +61,7 @@ def evaluate(
             status.update(f"{part}: {so_far}")
 
         with Engine(**arguments) as made:
-            loaded = made.load_model(path)
+            loaded = engine.with_adapter(made.load_model(path))
             status.update("measuring")
             seen = asked.grade(answers_of(loaded), progress) if asked else {}
             measured = evaluate(

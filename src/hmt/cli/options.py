@@ -18,6 +18,7 @@ from hmt.base.errors import ConfigError
 
 if TYPE_CHECKING:
     from hmt.contracts.request import Sampling
+    from hmt.engine import LoadedModel
 
 # Options by the panel of the help in which they are.
 _memory = partial(typer.Option, rich_help_panel="Memory")
@@ -79,6 +80,20 @@ class EngineOptions:
     context: Annotated[
         int | None,
         _memory("--context", "--max-context", help="Positions of KV cache to keep."),
+    ] = None
+    adapter: Annotated[
+        list[str] | None,
+        _compute(
+            help="NAME=PATH of a low-rank adapter (LoRA), a folder of peft or a GGUF file; may be "
+            "repeated. serve answers with it as MODEL:NAME, other commands compute with the first."
+        ),
+    ] = None
+    adapter_memory: Annotated[
+        str | None,
+        _memory(
+            help="Memory that adapters in use may take together; what those of --adapter take "
+            "when left out."
+        ),
     ] = None
     mmproj: Annotated[
         Path | None,
@@ -248,10 +263,17 @@ class EngineOptions:
         ),
     ] = None
 
+    def with_adapter(self, model: "LoadedModel") -> "LoadedModel":
+        """The model, which computes all with the first of the adapters that were named."""
+        if self.adapter:
+            model.use_adapter(self.adapter[0].partition("=")[0])
+        return model
+
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of hmt.Engine, and of EngineConfig.resolve.  Raises ConfigError."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         named["quantization"] = named.pop("quant")
+        named["adapters"] = named.pop("adapter") or None
         named["max_batch"] = 1  # a command answers one request after the other
         if self.numa is not None:
             named["numa"] = _nodes(self.numa)

@@ -129,7 +129,7 @@ def answer_or_chat(job: Job) -> None:
         arguments = job.engine.arguments()
         with suggesting(job.model, arguments):
             engine = Engine(**arguments)
-            model = engine.load_model(job.model, progress=report)
+            model = job.engine.with_adapter(engine.load_model(job.model, progress=report))
     with engine:
         try:
             if template is not None:

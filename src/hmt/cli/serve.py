@@ -99,6 +99,13 @@ class ServerOptions:
             "SIGTERM); a second signal ends it at once."
         ),
     ] = 30.0
+    adapter_dir: Annotated[
+        Path | None,
+        _where(
+            help="Folder of which clients may load adapters, and unload any (vLLM's "
+            "/v1/load_lora_adapter); see --adapter-memory."
+        ),
+    ] = None
     log_requests: Annotated[
         bool,
         _limits(
@@ -142,6 +149,7 @@ class ServerOptions:
             image_hosts=tuple(self.allow_image_host or ()),
             log_requests=self.log_requests,
             chat_template=template,
+            adapter_dir=self.adapter_dir,
         )
 
 

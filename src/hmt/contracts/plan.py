@@ -56,7 +56,7 @@ class Plan:
     homes               each block's tier
     budgets             bytes that may be used per tier
     reserved            of the host budget, by purpose: "resident" and "slots" (weights), "kv",
-                        "activations", "staging", "rows", "prefixes", "images"
+                        "activations", "staging", "rows", "prefixes", "images", "adapters"
     prefetch_distance   dense layers that are requested ahead of the one being computed, until the
                         executor has learned better; what slots are sized for
     max_prefill_tokens  prompt tokens per step

@@ -85,6 +85,8 @@ class Request:
     reasoning_tokens the longest that a model may think before it answers; with a grammar it does
                      not.  None: as long as it likes
     embedding        report the prompt's embedding; max_new_tokens must then be 0
+    adapter          name of the low-rank adapter (LoRA) that all is computed with; "": the model's
+                     default, if it has one
     images           of a model that sees: what the prompt's image parts show, in their order; in
                      text and token ids the model's own image token, once for each
     """
@@ -106,6 +108,7 @@ class Request:
     reasoning_tokens: int | None = None
     embedding: Pooling | None = None
     images: tuple[ImageInput, ...] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

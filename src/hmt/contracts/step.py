@@ -46,6 +46,7 @@ class Segment:
                      model's `token_window`
     blocks           (first, behind the last) positions that see each other, whatever comes later
                      of them; the run holds all of each that no earlier one did
+    adapter          number of the low-rank adapter that its tokens are computed with; 0: none
     """
 
     sequence: int
@@ -58,6 +59,7 @@ class Segment:
     drafts: int = 0
     preceding: tuple[int, ...] = field(default=(), compare=False)
     blocks: tuple[tuple[int, int], ...] = ()
+    adapter: int = 0
 
     @property
     def context(self) -> int:
@@ -90,6 +92,7 @@ class SegmentRequest(NamedTuple):
     blocks               see Segment
     raised               whether its tokens are computed in higher precision; such segments are the
                          last of a step
+    adapter              see Segment
 
     Where all tokens are drafts, even the first, which another segment of the request has as well,
     it is a branch: another draft, over a fork of the sequence.
@@ -111,6 +114,7 @@ class SegmentRequest(NamedTuple):
     axes: tuple[tuple[int, ...], ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
     raised: bool = False
+    adapter: int = 0
 
     @classmethod
     def from_list(cls, fields: list[Any]) -> "SegmentRequest":
@@ -271,6 +275,11 @@ class Step:
         return any(run.blocks for run in self.segments)
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether any tokens are computed with an adapter."""
+        return any(run.adapter for run in self.segments)
+
+    @property
     def has_prompt_outputs(self) -> bool:
         """Whether any rows are only looked at."""
         return bool(len(self.scored_rows) or len(self.pooled_rows))
@@ -293,7 +302,7 @@ class Step:
             offset, length = len(ids), len(part.tokens)
             end = offset + length
             limits = part.reserved, part.reserved_tokens, part.whole, part.drafts
-            seen = part.preceding, part.blocks
+            seen = part.preceding, part.blocks, part.adapter
             runs.append(Segment(part.sequence, part.start, offset, length, *limits, *seen))
             ids += part.tokens
             positions += range(part.start, part.start + length)

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
@@ -36,7 +37,10 @@ from hmt.memory.device import Device
 
 
 class LoadedModel:
-    """A model that answers requests.  Thread-safe: callers' requests run in common steps."""
+    """A model that answers requests.  Thread-safe: callers' requests run in common steps.
+
+    adapters   low-rank adapters that requests may name
+    """
 
     def __init__(
         self,
@@ -68,7 +72,10 @@ class LoadedModel:
                 allocate_draft(self._loop, draft, ledger, self.tracer, memory, devices)
             self._core = self._loop.call(lambda: EngineCore(prepared, config, memory, self.tracer))
             capacity_tokens = self._core.load.capacity_tokens
-            self._input = InputProcessor(prepared, self.tokenizer, capacity_tokens, memory.images)
+            self.adapters = memory.adapters
+            self._input = InputProcessor(
+                prepared, self.tokenizer, capacity_tokens, memory.adapters, memory.images
+            )
             stack.pop_all()
         self._loop.run_steps(self._core.advance, self._core.wait_s)
         self.closed = False
@@ -78,6 +85,27 @@ class LoadedModel:
     def plan(self) -> Plan:
         """Where everything lives."""
         return self.prepared.plan
+
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Let requests name the low-rank adapter in `path`: a folder of peft, or a GGUF file.
+
+        Its file is read when a request needs it and it is not in memory; it must not change.
+        Raises MissingFileError, HeaderError, ShapeError, or AdapterError for what is no adapter of
+        this model, DiskReadError, and BudgetError where it can never fit: see `adapter_memory` of
+        EngineConfig.
+        """
+        self.adapters.load(name, Path(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter.  Raises RequestError where there is none, AdapterError while used."""
+        self.adapters.unload(name)
+
+    def use_adapter(self, name: str) -> None:
+        """Compute requests that name no adapter with this one, and teacher forcing; "": with none.
+
+        Raises RequestError where there is none of this name.
+        """
+        self.adapters.use(name)
 
     def check_images(self, count: int) -> None:
         """Raise RequestError where the model can see none of `count` images."""
@@ -167,6 +195,7 @@ class LoadedModel:
                 new_tokens=sequence.max_total_tokens - sequence.prompt_tokens,
                 eos_ids=asked.eos_ids,
                 length_penalty=length_penalty,
+                adapter=0 if sequence.adapter is None else sequence.adapter.number,
             )
         )
         try:
@@ -181,17 +210,25 @@ class LoadedModel:
                 self._loop.call(search.close)
 
     def logits(
-        self, tokens: Many[int], rows: Many[int], *, prefill: int | None = None
+        self,
+        tokens: Many[int],
+        rows: Many[int],
+        *,
+        prefill: int | None = None,
+        adapter: str = "",
     ) -> torch.Tensor:
         """Teacher forcing: logits f32 [rows, vocab] that follow `tokens[: row + 1]` for each row.
 
         `rows` ascend.  The first `prefill` tokens (None: all) go through in prefill chunks, the
-        others one by one, as in decoding.  Other requests wait meanwhile.  Raises RequestError for
-        tokens, rows or a prefill that cannot be, BudgetError where the KV does not fit.
+        others one by one, as in decoding.  `adapter` is that of a Request.  Other requests wait
+        meanwhile.  Raises RequestError for tokens, rows or a prefill that cannot be, BudgetError
+        where the KV does not fit.
         """
         end = len(tokens) if prefill is None else prefill
         self.prepared.check_head(needed=bool(rows))
-        return self._loop.call(lambda: self._core.logits(tokens, rows, end))
+        hold = self.adapters.hold(adapter)
+        number = 0 if hold is None else hold.number
+        return self._loop.call(lambda: self._core.logits(tokens, rows, end, number))
 
     def keys_and_values(
         self, tokens: Many[int], see: Callable[[int, torch.Tensor, torch.Tensor], None]

@@ -74,11 +74,13 @@ class BeamSearch:
         chunk: int,
         border: RotaryBorder | None = None,
         token_window: int = 0,
+        adapter: int = 0,
     ) -> None:
         """Reserves what all beams may take.
 
         run      logits of a step of these segments, on any device; told whether it is of the prompt
         border, token_window   of the model
+        adapter  number of the low-rank adapter that all beams are computed with; 0: none
 
         Raises BudgetError where the cache has no room for all beams.
         """
@@ -90,6 +92,7 @@ class BeamSearch:
         self._penalty = length_penalty
         self._chunk = chunk
         self._border, self._token_window = border, token_window
+        self._adapter = adapter
         self._whole = len(self._prompt)
         self._positions = len(self._prompt) + new_tokens
         self._computed = 0
@@ -189,7 +192,7 @@ class BeamSearch:
         text = (*self._prompt, *beam.tokens)
         return SegmentRequest(
             beam.kv, first, tokens, int(last), self._positions, whole=self._whole,
-            preceding=text[first - count : first],
+            preceding=text[first - count : first], adapter=self._adapter,
         )  # fmt: skip
 
     def _likeliest(self, logits: torch.Tensor) -> list[tuple[int, int, float]]:

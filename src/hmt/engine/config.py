@@ -59,6 +59,10 @@ class EngineConfig:
     gpus                  which GPUs, by their numbers, in the order in which layers are spread over
                           them: "0,1"; "fake" to try the tier without one; None: 0
     context               positions of KV over all requests; None: the planner's choice
+    adapters              (name, path) of low-rank adapters that requests may name: folders of
+                          peft, or GGUF files; given as "NAME=PATH", or several of these
+    adapter_memory_bytes  host memory that adapters in use may take together, also such as come
+                          later; None: what `adapters` take
     mmproj                GGUF file with the encoder of images of a model in another GGUF file;
                           None: mmproj*.gguf beside that one, if one belongs to it
     dtype                 of activations; "auto" follows the checkpoint
@@ -135,6 +139,8 @@ class EngineConfig:
     gpu_memory_bytes: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
     context: int | None = None
+    adapters: tuple[tuple[str, Path], ...] = ()
+    adapter_memory_bytes: int | None = None
     mmproj: Path | None = None
     dtype: str = "auto"
     activations: str = "auto"
@@ -207,6 +213,8 @@ class EngineConfig:
             values.setdefault("prefix_cache", True)
         if "kv_quant" in values:
             values["kv_quant"] = _kv_quant(values["kv_quant"])
+        if "adapters" in values:
+            values["adapters"] = _adapters(values["adapters"])
         if "gpus" in values:
             values["gpus"] = _gpus(values["gpus"])
         if isinstance(values.get("numa"), list):
@@ -291,6 +299,19 @@ def _sizes(given: object) -> tuple[int, ...]:
         return (given,)
     given = given if isinstance(given, list | tuple) else str(given).split(",")
     return tuple(parse_bytes(part.strip() if isinstance(part, str) else part) for part in given)
+
+
+def _adapters(given: object) -> tuple[tuple[str, Path], ...]:
+    """Names and paths, of "NAME=PATH" or several of these."""
+    found: dict[str, Path] = {}
+    for part in given if isinstance(given, list | tuple) else [given]:
+        name, separator, path = str(part).partition("=")
+        if not name or not separator or not path:
+            raise ConfigError(f"adapters={part!r}; give NAME=PATH, with a name that requests use")
+        if name in found:
+            raise ConfigError(f"adapters: {name!r} is given twice; give each its own name")
+        found[name] = Path(path).expanduser()
+    return tuple(found.items())
 
 
 def _gpus(given: object) -> tuple[str, ...]:

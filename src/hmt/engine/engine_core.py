@@ -299,7 +299,7 @@ class EngineCore:
     def _tell_ended(self) -> None:
         """Tell the owners of all that have ended since the last call."""
         for sequence in self.scheduler.take_ended():
-            sequence.image_hold = None
+            sequence.image_hold = sequence.adapter = None
             self.speculator.ended(sequence)
             if self.runner.watch is not None:
                 self.runner.watch.ended(sequence.number)
@@ -336,9 +336,11 @@ class EngineCore:
                 pass
         self.memory.close()
 
-    def logits(self, tokens: Many[int], rows: Many[int], prefill: int) -> torch.Tensor:
-        """See LoadedModel.logits."""
-        return self._teacher_forcing().logits(tokens, rows, prefill)
+    def logits(
+        self, tokens: Many[int], rows: Many[int], prefill: int, adapter: int = 0
+    ) -> torch.Tensor:
+        """See LoadedModel.logits; `adapter` is the number of one that is held."""
+        return self._teacher_forcing(adapter).logits(tokens, rows, prefill)
 
     def hidden_rows(self, tokens: Many[int]) -> "NDArray[np.float32]":
         """See LoadedModel.hidden_rows."""
@@ -350,7 +352,7 @@ class EngineCore:
         """See LoadedModel.keys_and_values."""
         self._teacher_forcing().keys_and_values(tokens, self.memory.kv, see)
 
-    def _teacher_forcing(self) -> TeacherForcing:
+    def _teacher_forcing(self, adapter: int = 0) -> TeacherForcing:
         return TeacherForcing(
             self.scheduler.kv,
             self._run_alone,
@@ -358,6 +360,7 @@ class EngineCore:
             vocab_size=self._spec.vocab_size,
             layers=sorted(self._spec.kv_layers),
             token_window=self._spec.token_window,
+            adapter=adapter,
         )
 
     def search(
@@ -368,6 +371,7 @@ class EngineCore:
         new_tokens: int,
         eos_ids: frozenset[int],
         length_penalty: float,
+        adapter: int = 0,
     ) -> BeamSearch:
         """A beam search that has not begun.  Raises BudgetError."""
 
@@ -385,6 +389,7 @@ class EngineCore:
             chunk=self._plan.max_prefill_tokens,
             border=self._spec.rotary_border,
             token_window=self._spec.token_window,
+            adapter=adapter,
         )
 
     def _run_alone(self, output: SchedulerOutput, is_prompt: bool) -> torch.Tensor:

@@ -6,6 +6,7 @@ from hmt.base.errors import EmptyPromptError, RequestError
 from hmt.contracts.image import ImagePrompt
 from hmt.contracts.request import Request
 from hmt.engine.images import ImageStore, with_image_parts
+from hmt.engine.loading.adapters import Adapters
 from hmt.engine.loading.prepare import Prepared
 from hmt.engine.outputs.output_processor import (
     OutputProcessor,
@@ -28,10 +29,12 @@ class InputProcessor:
         prepared: Prepared,
         tokenizer: Tokenizer,
         capacity_tokens: int,
+        adapters: Adapters,
         images: ImageStore | None = None,
     ) -> None:
         """`capacity_tokens` positions there are in the KV cache; `images` prepares those."""
         self._images = images
+        self._adapters = adapters
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._capacity_tokens = capacity_tokens
@@ -95,6 +98,7 @@ class InputProcessor:
             deadline_s=None if timeout_s is None else time.monotonic() + timeout_s,
             images=shown.images,
             image_hold=hold,
+            adapter=self._adapters.hold(request.adapter),
             axes=shown.positions,
             blocks=shown.blocks,
         )

@@ -27,11 +27,14 @@ class TeacherForcing:
         vocab_size: int,
         layers: Sequence[int],
         token_window: int = 0,
+        adapter: int = 0,
     ) -> None:
         """`chunk` tokens of a prompt at most are computed in a step; `layers` are those with KV.
 
         token_window   of the model
+        adapter        number of the low-rank adapter that all tokens are computed with; 0: none
         """
+        self._adapter = adapter
         self._kv, self._run = kv, run
         self._chunk = chunk
         self._vocab_size = vocab_size
@@ -74,7 +77,7 @@ class TeacherForcing:
                 before = tuple(tokens[max(0, start - self._token_window) : start])
                 segment = SegmentRequest(
                     kv, start, list(tokens[start:stop]), 0, len(tokens), whole=len(tokens),
-                    preceding=before,
+                    preceding=before, adapter=self._adapter,
                 )  # fmt: skip
                 own = tuple(row - start for row in rows if start <= row < stop)
                 step = SchedulerOutput((segment,), logit_rows=own)

@@ -13,8 +13,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from hmt.contracts.adapter import AdaptedParams, AdaptedWeight
 from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.store import StateRun
 from hmt.kernels import reference
+from hmt.kernels.adapted import adapted, adapts
 from hmt.kernels.backend_registry import backend_of, host_backend
 from hmt.kernels.cpu.stack import (
     Stack,
@@ -68,9 +71,6 @@ def by_device_of(tensor: str, operation: _Operation) -> _Operation:
     return cast(_Operation, compute)
 
 
-linear = by_device_of("x", reference.linear)
-linear_into = by_device_of("x", reference.linear_into)
-linear_many = by_device_of("x", reference.linear_many)
 quantize_activations = by_device_of("x", reference.quantize_activations)
 
 rms_norm = by_device_of("x", reference.rms_norm)
@@ -94,14 +94,13 @@ paged_index_topk = by_device_of("query", reference.paged_index_topk)
 selected_attention = by_device_of("query", reference.selected_attention)
 page_masses = by_device_of("query", reference.page_masses)
 append_attend_pages = by_device_of("heads", reference.append_attend_pages)
-attention_inputs = by_device_of("hidden", reference.attention_inputs)
 
 stream_mixes = by_device_of("products", reference.stream_mixes)
 read_streams = by_device_of("streams", reference.read_streams)
 write_streams = by_device_of("streams", reference.write_streams)
 
 causal_conv = by_device_of("x", reference.causal_conv)
-delta_layer = by_device_of("hidden", reference.delta_layer)
+_delta_layer = by_device_of("hidden", reference.delta_layer)
 gated_delta_rule = by_device_of("qkv", reference.gated_delta_rule)
 selective_scan = by_device_of("x", reference.selective_scan)
 state_space_scan = by_device_of("x", reference.state_space_scan)
@@ -115,6 +114,56 @@ biased_sigmoid_topk = by_device_of("logits", reference.biased_sigmoid_topk)
 logit_stats = by_device_of("logits", reference.logit_stats)
 draw = by_device_of("scores", reference.draw)
 largest = by_device_of("scores", reference.largest)
+
+
+def linear(x: Tensor, w: WeightTensor, bias: Tensor | None = None) -> Tensor:
+    """`reference.linear`, with adapters where `w` has any."""
+    backend = backend_of(x)
+    out: Tensor = (adapted(backend) if isinstance(w, AdaptedWeight) else backend).linear(x, w, bias)
+    return out
+
+
+def linear_into(out: Tensor, x: Tensor, w: WeightTensor) -> None:
+    """`reference.linear_into`, with adapters where `w` has any."""
+    backend = backend_of(x)
+    (adapted(backend) if isinstance(w, AdaptedWeight) else backend).linear_into(out, x, w)
+
+
+def linear_many(x: Tensor, params: Mapping[str, WeightTensor], names: tuple[str, ...]) -> Tensor:
+    """`reference.linear_many`, with adapters where weights have any."""
+    backend = backend_of(x)
+    chosen = adapted(backend) if isinstance(params, AdaptedParams) else backend
+    out: Tensor = chosen.linear_many(x, params, names)
+    return out
+
+
+def attention_inputs(
+    hidden: Tensor,
+    params: Mapping[str, WeightTensor],
+    layer: AttentionInputs,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """`reference.attention_inputs`, with adapters where weights have any."""
+    backend = backend_of(hidden)
+    if adapts(params, reference.QUERY_KEY_VALUE):
+        return reference.attention_inputs(hidden, params, layer, cos, sin, adapted(backend))
+    plain = params.base if isinstance(params, AdaptedParams) else params
+    heads: Tensor = backend.attention_inputs(hidden, plain, layer, cos, sin)
+    return heads
+
+
+def delta_layer(
+    hidden: Tensor,
+    params: Mapping[str, WeightTensor],
+    chain: DeltaChain,
+    states: Mapping[str, Tensor],
+    runs: Sequence[StateRun],
+) -> Tensor | None:
+    """`reference.delta_layer`; None, too, where weights have adapters."""
+    if isinstance(params, AdaptedParams):
+        return None
+    return _delta_layer(hidden, params, chain, states, runs)
 
 
 def dequantize(w: WeightTensor, dtype: torch.dtype, rows: slice | None = None) -> Tensor:
@@ -148,7 +197,10 @@ def experts(
         moved, its_experts, its_scales = (t.to(where) for t in (x, chosen, scales))
         there = experts(moved, given, its_experts, its_scales, activation, total, last=last)
         return there.to(x.device) if last else there
-    found: Tensor = backend_of(x).experts(x, given, chosen, scales, activation, total, last=last)
+    backend = backend_of(x)
+    if given and isinstance(given[0][1], AdaptedParams):
+        return adapted(backend).experts(x, given, chosen, scales, activation, total, last=last)
+    found: Tensor = backend.experts(x, given, chosen, scales, activation, total, last=last)
     return found
 
 
@@ -162,7 +214,9 @@ def feed_forward(
         hidden.copy_(moved)
         return
     backend = backend_of(hidden)
-    if layer.is_usual and "gate_proj" in params:
+    if isinstance(params, AdaptedParams):
+        reference.feed_forward(hidden, x, params, layer, adapted(backend))
+    elif layer.is_usual and "gate_proj" in params:
         backend.feed_forward(hidden, x, params, layer)
     else:  # for which no backend has a kernel
         reference.feed_forward(hidden, x, params, layer, backend)

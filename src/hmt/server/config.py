@@ -4,6 +4,7 @@ import ipaddress
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from hmt.base.errors import ConfigError
@@ -37,6 +38,7 @@ class ServerConfig:
     log_requests       write a line of JSON to stderr for each response, without what was said
     chat_template      Jinja by which the model's chats are written; None: as its files say
     max_connections    at once; more are refused
+    adapter_dir        folder of which clients may load adapters, and unload any; None: none may
     """
 
     name: str | None = None
@@ -59,6 +61,7 @@ class ServerConfig:
     log_requests: bool = False
     chat_template: str | None = None
     max_connections: int = 1024
+    adapter_dir: Path | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what makes no sense, or is not safe."""
@@ -79,6 +82,10 @@ class ServerConfig:
         if not 0 <= self.shutdown_s <= MOST_SHUTDOWN_S:
             raise ConfigError(
                 f"shutdown_s is {self.shutdown_s}; give 0 to {MOST_SHUTDOWN_S} seconds"
+            )
+        if self.adapter_dir is not None and not self.adapter_dir.is_dir():
+            raise ConfigError(
+                f"adapter_dir {self.adapter_dir} is no folder: name one that is there"
             )
         for host in self.image_hosts:
             if not _IMAGE_HOST.fullmatch(host):

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from hmt.server.anthropic import messages
 from hmt.server.ollama import models as ollama_models
 from hmt.server.ollama import routes as ollama
-from hmt.server.openai import chat, completions, embeddings, models
+from hmt.server.openai import adapters, chat, completions, embeddings, models
 from hmt.server.page import routes as page
 from hmt.server.responses import routes as responses
 
@@ -17,6 +17,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     responses.router,
     embeddings.router,
     models.router,
+    adapters.router,
     messages.router,
     ollama.router,
     ollama_models.router,

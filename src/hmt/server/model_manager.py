@@ -55,9 +55,14 @@ class ModelManager:
         return service
 
     def find(self, name: str) -> Service:
-        """The service of a model.  Raises ApiError 404 that says what to do."""
+        """The service of a model, or of MODEL:ADAPTER.  Raises ApiError 404 that says why."""
         if name in self.services and name not in self._leaving:
             return self.services[name]
+        base, _, adapter = name.rpartition(":")
+        if base in self.services and base not in self._leaving:
+            service = self.services[base]
+            if adapter in service.model.adapters.store.names:
+                return service.with_adapter(adapter)
         code, names = "model_not_found", ", ".join(map(repr, self.folders))
         message = f"there is no model {name!r}; this server has {names}"
         if name in self.folders:

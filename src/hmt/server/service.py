@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HttpRequest
 from starlette.types import Receive
@@ -43,7 +43,11 @@ class ApiRequest(Request):
 
 @dataclass(slots=True)
 class Service:
-    """A model with its name, its limits, its observer, and the last looks at it."""
+    """A model with its name, its limits, its observer, and the last looks at it.
+
+    adapter   of the model, which requests are computed with; "": none.  The name has it behind a
+              colon then
+    """
 
     model: LoadedModel
     name: str
@@ -52,10 +56,22 @@ class Service:
     observer: Observer
     watch: "SnapshotCache"
     created: int = field(default_factory=lambda: int(time.time()))
+    adapter: str = ""
     fetcher: ImageFetcher = field(init=False)
 
     def __post_init__(self) -> None:
         self.fetcher = ImageFetcher(self.config.image_hosts)
+
+    def with_adapter(self, adapter: str) -> "Service":
+        """The same model under the name that it has with an adapter."""
+        made = replace(self, name=f"{self.name}:{adapter}", adapter=adapter)
+        made.fetcher = self.fetcher
+        return made
+
+    @property
+    def base_name(self) -> str:
+        """The model's own name."""
+        return self.name.removesuffix(f":{self.adapter}") if self.adapter else self.name
 
     @property
     def max_positions(self) -> int:
@@ -145,7 +161,8 @@ class Service:
                 code="invalid_value",
             )
         plain = {entry.name: getattr(request, entry.name) for entry in fields(Request)}
-        told = {"input": tokens, "max_new_tokens": longest, "timeout_s": self._timeout_s(request)}
+        told: dict[str, Any] = {"input": tokens, "max_new_tokens": longest}
+        told |= {"timeout_s": self._timeout_s(request), "adapter": self.adapter}
         return Request(**(plain | told))
 
 

@@ -28,6 +28,7 @@ from hmt.engine.outputs.prompt_outputs import (
 )
 from hmt.kernels.ops import LogitStats
 from hmt.memory.device import sent
+from hmt.weights.adapters import AdapterStore, AdapterViews
 
 
 class DeviceStages:
@@ -142,8 +143,11 @@ class Executor(ABC):
         tracer: Tracer | None = None,
         places: DeviceStages | None = None,
         scored_rows: int = 1,
+        *,
+        adapters: AdapterStore | None = None,
     ) -> None:
-        """`scored_rows` of logits are looked at together."""
+        """`scored_rows` of logits are looked at together; `adapters` are those that steps name."""
+        self._views = None if adapters is None else AdapterViews(weights, adapters)
         self._model = model
         self._weights = weights
         self._kv = kv
@@ -151,6 +155,16 @@ class Executor(ABC):
         self._stages = _Stages(model, tracer)
         self._outputs = PromptOutputSink(model, weights, scored_rows)
         self._observer: HiddenObserver | None = None
+
+    @contextmanager
+    def _weights_of(self, step: Step) -> Iterator[Weights]:
+        """Weights as the step's layers have them.  Raises AdapterError where these take none."""
+        if self._views is None or not step.has_adapters:
+            yield self._weights
+            return
+        view = self._views.of(step)
+        yield view
+        view.check()
 
     def watch(self, observer: HiddenObserver | None) -> None:
         """Let `observer` see the hidden states of each step from now on."""
@@ -208,6 +222,12 @@ class PlainExecutor(Executor):
 
     @override
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
+        with self._weights_of(step) as weights:
+            return self._compute(step, viewer, weights)
+
+    def _compute(
+        self, step: Step, viewer: PromptOutputSource | None, weights: Weights
+    ) -> torch.Tensor:
         places, layers = self._places, self._model.spec.layers
         places.begin(step)
         self._stages.begin()
@@ -216,7 +236,7 @@ class PlainExecutor(Executor):
         for index in range(layers):
             hidden, here = places.fetch(hidden, index), places.step(index)
             with places.at(index):
-                hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
+                hidden = self._model.layer(index, hidden, here, weights, self._kv)
             self._show(step, index + 1, hidden, viewer)
             self._stages.ended(index)
         logits = torch.empty(0, self._model.spec.vocab_size)
@@ -253,13 +273,15 @@ class OverlappedExecutor(Executor):
         graphs: GraphRunner | SplitGraphRunner | str | None = None,
         scored_rows: int = 1,
         shown_layers: Sequence[int] = (),
+        *,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """`graphs` computes what it can of steps after their embedding, or why there are none.
 
         None where no device takes part.  `shown_layers`: behind so many layers a viewer may want
         hidden states.
         """
-        super().__init__(model, weights, kv, tracer, places, scored_rows)
+        super().__init__(model, weights, kv, tracer, places, scored_rows, adapters=adapters)
         self._ahead = ahead
         self.graphs = None if isinstance(graphs, str) else graphs
         self._obstacle = graphs if isinstance(graphs, str) else ""
@@ -282,6 +304,8 @@ class OverlappedExecutor(Executor):
     @override
     def notes(self) -> tuple[str, ...]:
         reason = self._obstacle if self.graphs is None else self.graphs.failure
+        if not reason and self.graphs is not None and self._views is not None and self._views.used:
+            reason = "some had adapters, which captures do not add"
         if not reason:
             return ()
         return (f"decoding steps are not captured, and slower for it: {reason}",)
@@ -298,7 +322,9 @@ class OverlappedExecutor(Executor):
     def verifies(self, sequences: int) -> bool:
         if self.graphs is None:
             return super().verifies(sequences)
-        return self.graphs.verifies(sequences)
+        # Only captured steps compute drafts' tokens as if each were alone.
+        adapted = self._views is not None and self._views.in_use
+        return not adapted and self.graphs.verifies(sequences)
 
     @override
     def _run(self, step: Step, viewer: PromptOutputSource | None) -> torch.Tensor:
@@ -307,7 +333,7 @@ class OverlappedExecutor(Executor):
         places.begin(step)
         self._stages.begin()
         self.surveys = ()
-        if self.graphs is not None and step.image_rows is None:
+        if self.graphs is not None and step.image_rows is None and not step.has_adapters:
             logits = self.graphs(step, viewer)
             self.has_captured = self.graphs.has_captured
             if logits is not None:
@@ -318,14 +344,15 @@ class OverlappedExecutor(Executor):
         self._request(0)
         hidden = self._model.embed(step, self._weights)
         self._show(step, 0, hidden, viewer)
-        for index in range(self._compute_together(step, hidden, viewer), layers):
-            self._request(index)
-            hidden, here = places.fetch(hidden, index), places.step(index)
-            with places.at(index):
-                hidden = self._model.layer(index, hidden, here, self._weights, self._kv)
-            self._show(step, index + 1, hidden, viewer)
-            ahead.stage_ends(index)
-            self._stages.ended(index)
+        with self._weights_of(step) as weights:
+            for index in range(self._compute_together(step, hidden, viewer), layers):
+                self._request(index)
+                hidden, here = places.fetch(hidden, index), places.step(index)
+                with places.at(index):
+                    hidden = self._model.layer(index, hidden, here, weights, self._kv)
+                self._show(step, index + 1, hidden, viewer)
+                ahead.stage_ends(index)
+                self._stages.ended(index)
         logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
         if rows or step.has_prompt_outputs:
             self._request(layers)
@@ -349,6 +376,8 @@ class OverlappedExecutor(Executor):
     ) -> int:
         """Compute many layers in a call; how many were.  `hidden` changes as they change it."""
         computed = 0
+        if step.has_adapters:  # which kernels of many layers do not add
+            return computed
         for layers, together in self._together:
             if not together(hidden, step):
                 return computed

@@ -27,7 +27,7 @@ def open_executor(
     rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
     if config.executor == "plain":
         view = WeightsView(weights, prefetch=False)
-        return PlainExecutor(model, view, kv, tracer, places, rows)
+        return PlainExecutor(model, view, kv, tracer, places, rows, adapters=memory.adapters.store)
     ahead = read_ahead(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,
@@ -36,7 +36,18 @@ def open_executor(
     graphs = captures_of(model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts)
     inputs = None if memory.draft is None else memory.draft.inputs
     layers = () if inputs is None else inputs.layers
-    return OverlappedExecutor(model, weights, kv, ahead, tracer, places, graphs, rows, layers)
+    return OverlappedExecutor(
+        model,
+        weights,
+        kv,
+        ahead,
+        tracer,
+        places,
+        graphs,
+        rows,
+        layers,
+        adapters=memory.adapters.store,
+    )
 
 
 def open_precise_executor(
@@ -50,4 +61,6 @@ def open_precise_executor(
     rows = scored_rows(prepared.demand, prepared.plan.max_prefill_tokens)
     blocks = () if prepared.copies is None else prepared.copies.layouts.keys()
     view = PreciseView(weights, memory.copies, blocks)
-    return PlainExecutor(prepared.model, view, memory.kv, tracer, places, rows)
+    return PlainExecutor(
+        prepared.model, view, memory.kv, tracer, places, rows, adapters=memory.adapters.store
+    )

@@ -12,6 +12,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.images import open_images
+from hmt.engine.loading.adapters import open_adapters
 from hmt.engine.loading.device import load_on_devices
 from hmt.engine.loading.disk import open_copies, spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
@@ -22,7 +23,7 @@ from hmt.memory import Account, HostPool, Ledger, keep_freed_activations
 from hmt.memory.device import Device
 from hmt.weights import WeightStore, open_policy
 
-_NO_POOLS = ("activations", "images")  # torch's memory, of which accounts keep count
+_NO_POOLS = ("activations", "images", "adapters")  # torch's memory, of which accounts keep count
 
 
 def allocate(
@@ -85,6 +86,8 @@ def allocate(
             stack.enter_context(on_device.device.compute_stream())
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         images = open_images(prepared, config, accounts, weights, pools["slots"], on_devices, stack)
+        adapters = open_adapters(prepared.adapters, prepared.source, model, accounts, ledger)
+        stack.callback(adapters.store.close)
         copies = open_copies(prepared, config, ledger, tracer, accounts, stack)
         trace = None
         if (path := config.expert_trace) is not None:
@@ -93,6 +96,7 @@ def allocate(
         return Memory(
             weights=weights,
             kv=kv,
+            adapters=adapters,
             accounts=list(accounts.values()),
             pools=list(pools.values()),
             closing=stack.pop_all(),

@@ -74,8 +74,11 @@ def demand_of(
     layouts: Mapping[BlockId, BlockLayout],
     config: EngineConfig,
     kv_quant: tuple[str, str, str],
+    adapter_bytes: int = 0,
 ) -> Demand:
     """The model as the planner sees it.  Blocks that are laid out alike may share a layout.
+
+    adapter_bytes   that low-rank adapters may take together
 
     Raises ConfigError where `config` asks for what the model cannot do.
     """
@@ -97,6 +100,7 @@ def demand_of(
         blocks=tuple(block for block in blocks if block.id.kind is not BlockKind.VISION),
         vision=vision,
         passing_bytes=max((block.slot_bytes for block in vision), default=0),
+        adapter_bytes=adapter_bytes,
         image_bytes=0 if model.encoder is None else model.encoder.most_bytes,
         encoding_bytes=(0, 0) if model.encoder is None else model.encoder.device_bytes,
         staging_bytes=max(layout.staging_bytes for layout in distinct),

@@ -9,6 +9,7 @@ from hmt.contracts.kv import KVAccount
 from hmt.contracts.plan import Plan, Tier
 from hmt.engine.experts.trace import TraceWriter
 from hmt.engine.images import ImageStore
+from hmt.engine.loading.adapters import Adapters
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.loading.prepare import PreparedDraft
 from hmt.engine.run_summary import DeviceAccount, ExpertAccount
@@ -24,6 +25,7 @@ class Memory:
 
     weights: WeightStore
     kv: AnyKV
+    adapters: Adapters
     accounts: list[Account]
     pools: list[HostPool]
     closing: ExitStack

@@ -119,14 +119,16 @@ def save_some(prefixes: PrefixCache) -> bool:
 def scope_of(sequence: "SequenceState", border: RotaryBorder | None, *, shared: bool) -> str:
     """What two requests must have in common, besides their tokens, to share KV pages.
 
-    The owner, unless prefixes are `shared`; the request's own salt; and what `salt_of` says.  No
-    two of these are written alike, and a request without any has the scope "".
+    The owner, unless prefixes are `shared`; the request's own salt; what `salt_of` says; and its
+    adapter, which changes all keys and values.  No two of these are written alike, and a request
+    without any has the scope "".
     """
     salt = salt_of(sequence, border)
     owner = "" if shared else sequence.owner
-    if not owner and not sequence.cache_salt:
-        return salt
-    return json.dumps([owner, sequence.cache_salt, salt])
+    said = [owner, sequence.cache_salt, salt]
+    if sequence.adapter is not None:
+        return json.dumps([*said, sequence.adapter.fingerprint])
+    return json.dumps(said) if owner or sequence.cache_salt else salt
 
 
 def salt_of(sequence: "SequenceState", border: RotaryBorder | None) -> str:

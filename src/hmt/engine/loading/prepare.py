@@ -1,7 +1,7 @@
 """From a folder to a plan, and from a plan to memory."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from hmt.contracts.machine import Machine
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.adapters import NamedAdapters, adapter_bytes, named_adapters
 from hmt.engine.loading.copies import Copies, copies_within
 from hmt.engine.loading.demand import (
     demand_of,
@@ -38,6 +39,7 @@ class Prepared:
 
     headless   it has no output layer, and can be asked for embeddings only
     copies     blocks in higher precision, for which the plan leaves room; None: there are none
+    adapters   by name, those that options name
     """
 
     source: Source
@@ -49,6 +51,7 @@ class Prepared:
     plan: Plan
     headless: bool = False
     copies: Copies | None = None
+    adapters: NamedAdapters = field(default_factory=dict)
 
     def check_head(self, *, needed: bool) -> None:
         """Raise RequestError where an output layer is needed and there is none."""
@@ -154,7 +157,9 @@ def prepare_model(
         model.spec, config.quantization, exact_activations=config.activations == "exact"
     )
     kv_quant = with_scales(config.kv_quant, source)
-    demand = demand_of(model, weights.layouts, config, kv_quant)
+    adapters = named_adapters(config, source, model)
+    reserved = adapter_bytes(config, adapters)
+    demand = demand_of(model, weights.layouts, config, kv_quant, reserved)
     options = PlanOptions(
         config.host_memory_bytes if host_bytes is None else host_bytes,
         config.context,
@@ -185,4 +190,6 @@ def prepare_model(
         plan = planned(demand, options, machine, config)
     check_physical(plan)
     sizes = weights.layouts, weights.published_bytes
-    return Prepared(source, model, *sizes, demand, machine, plan, weights.headless)
+    return Prepared(
+        source, model, *sizes, demand, machine, plan, weights.headless, adapters=adapters
+    )

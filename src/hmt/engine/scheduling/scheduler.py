@@ -209,6 +209,7 @@ class Scheduler:
             axes=sequence.axes_of(first, last + len(drafts)),
             blocks=sequence.blocks_in(first, last),
             raised=sequence.is_raised,
+            adapter=0 if sequence.adapter is None else sequence.adapter.number,
         )
 
     def take_back(self, sequence: SequenceState) -> None:

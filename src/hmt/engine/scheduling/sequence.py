@@ -8,6 +8,7 @@ from hmt.base.errors import HMTError
 from hmt.contracts.request import FinishReason, Pooling
 from hmt.contracts.step import ImageTokens
 from hmt.engine.scheduling.batch_limit import MemoryPressure
+from hmt.weights.adapters import AdapterHold
 
 _numbers = itertools.count(1)
 # Times that a sequence gives way to others.  Then it is admitted with all that it may need, and
@@ -52,6 +53,7 @@ class SequenceState:
     diverged_at       token of the prompt at which it differed from every sequence in the prefix
                       cache; None: the cache was not asked
     submitted_s, admitted_s   time.perf_counter() when it was made, and when it began to run
+    adapter           keeps the low-rank adapter that its tokens are computed with; None: none
     images            tokens of the prompt that stand for images, and `image_hold` which keeps these
     axes              rotary positions of the prompt's tokens on three axes; (): by their places
     axes_shift        what is added to the place of a later token for its positions
@@ -90,6 +92,7 @@ class SequenceState:
     admitted_s: float | None = None
     images: tuple[ImageTokens, ...] = ()
     image_hold: object = None
+    adapter: AdapterHold | None = None
     axes: tuple[tuple[int, ...], ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()
     raised_at: int | None = None

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from hmt.base.errors import CheckpointError, HeaderError
+from hmt.base.errors import AdapterError, CheckpointError, HeaderError
 from hmt.contracts.checkpoint import (
     FileRange,
     Form,
@@ -153,6 +153,38 @@ def forms_of(records: Mapping[str, TensorRecord], names: Names) -> dict[str, For
             if joined is not None:
                 forms[names.architecture.at.format(layer) + name] = joined
     return forms
+
+
+class AdaptedPart(NamedTuple):
+    """What an adapter of a tensor adds to one linear layer.
+
+    module   its name in Hugging Face's checkpoints
+    rows     of `lora_b`, [out, rank]
+    turned   numbers of a head whose rows lie in llama.cpp's order; else 0
+    expert   of a stack
+    """
+
+    module: str
+    rows: TensorRecord
+    turned: int
+    expert: int
+
+
+def adapted_parts(up: TensorRecord, names: Names) -> Iterator[AdaptedPart]:
+    """Layers that an adapter changes by its `lora_b`, which has the name of the adapted tensor.
+
+    Raises AdapterError where the numbers of these layers were changed in other ways than that.
+    """
+    stacked = len(up.shape) == 3 and up.shape[0] > 0
+    each = up.nbytes // up.shape[0] if stacked else 0
+    for name, part, change in _parameters(up, names):
+        if change != _Change(turned=change.turned):
+            raise AdapterError(
+                f"{up.file}: llama.cpp reorders the numbers of {up.name!r} in a way that HMT does "
+                "not undo for adapters: give peft's own folder"
+            )
+        expert = (part.offset - up.offset) // each if each else 0
+        yield AdaptedPart(name.removesuffix(".weight"), part, change.turned, expert)
 
 
 def _layers_of(records: Mapping[str, TensorRecord], names: Names) -> list[int]:

@@ -22,6 +22,7 @@ from hmt.kernels.cpu import (
     experts,
     index_selection,
     linear,
+    low_rank,
     recurrent,
     routing,
     sampling,
@@ -41,6 +42,7 @@ class CompiledOperations:
 
     def __init__(self, native: ModuleType) -> None:
         self._native = native
+        self.add_low_rank = partial(low_rank.add_low_rank, native)
         self.add_rms_norm = partial(elementwise.add_rms_norm, native)
         self.add_rms_norm_quantize = partial(elementwise.add_rms_norm_quantize, native)
         self.attend_part = partial(attention.attend_into, native)

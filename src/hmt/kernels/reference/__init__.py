@@ -66,6 +66,7 @@ from hmt.kernels.reference.kv_pages import (
     read_rows,
     read_value_rows,
 )
+from hmt.kernels.reference.low_rank import add_low_rank
 from hmt.kernels.reference.matmul import (
     dequantize,
     head_products,
@@ -93,6 +94,8 @@ from hmt.kernels.reference.sampling import LogitStats, draw, largest, logit_stat
 from hmt.kernels.reference.state_space import selective_scan, state_space_scan, time_steps
 from hmt.kernels.reference.streams import read_streams, stream_mixes, write_streams
 from hmt.kernels.reference.sublayers import (
+    GATE_UP,
+    QUERY_KEY_VALUE,
     AttentionInputs,
     DeltaChain,
     FeedForward,

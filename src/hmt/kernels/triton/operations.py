@@ -44,6 +44,7 @@ from hmt.kernels.triton.gemm.dispatch import (
     linear_many_float,
     single_tokens,
 )
+from hmt.kernels.triton.gemm.low_rank import add_low_rank
 from hmt.kernels.triton.moe import (
     Mailbox,
     biased_sigmoid_topk,
@@ -80,6 +81,7 @@ from hmt.kernels.triton.transfer import (
 __all__ = [
     "Mailbox",
     "add_latent_attention",
+    "add_low_rank",
     "add_rms_norm",
     "add_rms_norm_quantize",
     "append_attend_pages",

@@ -60,6 +60,7 @@ class Demand:
     experts_alike       whether any expert of a layer may take the place of any other of it
     vision          blocks of a vision tower, which are at home on the disk and pass through slots
     image_bytes     that images of prompts may take, if there is room; 0: it sees none
+    adapter_bytes   that low-rank adapters may take together
     encoding_bytes  that a device takes to encode an image beside the tower's blocks: one of
                     1024 x 1024 pixels, and the largest
     hits                of caches of experts, as a trace or runs tell; None: as usual
@@ -88,6 +89,7 @@ class Demand:
     kv_sizes: KVTierSizes | None = None
     vision: tuple[BlockSize, ...] = ()
     image_bytes: int = 0
+    adapter_bytes: int = 0
     encoding_bytes: tuple[int, int] = (0, 0)
     hits: HitCurve | None = None
 

@@ -373,8 +373,10 @@ def _reserve(
     rows = min(most, max(row, round_down(spare // 16, _MEMORY_PAGE_BYTES)))
     context = _context(demand, options, spare // 4)
     images = round_down(min(demand.image_bytes, spare // 8), _MEMORY_PAGE_BYTES)
-    return {
-        **({"images": images} if demand.image_bytes else {}),
+    others = {"images": images} if demand.image_bytes else {}
+    if demand.adapter_bytes:
+        others["adapters"] = round_up(demand.adapter_bytes, _MEMORY_PAGE_BYTES)
+    return others | {
         "activations": host_activation_bytes(demand, _chunk(demand, options), context),
         "staging": buffers * staging,
         "prefixes": round_up(demand.prefix_bytes, _MEMORY_PAGE_BYTES),

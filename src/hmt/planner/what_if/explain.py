@@ -23,6 +23,7 @@ _MEANING = {
     "rows": "embedding rows",
     "prefixes": "pages on their way",
     "images": "images",
+    "adapters": "adapters",
     "encoder": "encoder of images",
 }
 

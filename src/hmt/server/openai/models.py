@@ -11,6 +11,7 @@ from hmt.engine import check_tokens
 from hmt.server.client import off_loop
 from hmt.server.errors import as_api_error
 from hmt.server.model_manager import described, manager_of
+from hmt.server.openai.adapters import listed
 from hmt.server.openai.response import token_text
 from hmt.server.openai.schemas import DetokenizeBody, LoadBody, TokenizeBody, UnloadBody
 from hmt.server.openai.tools import plain_tools
@@ -26,13 +27,16 @@ async def models(request: Request) -> dict[str, Any]:
     """What can be asked, and what could be loaded."""
     manager = manager_of(request)
     data = [described(name, service) for name, service in manager.about()]
-    return {"object": "list", "data": data}
+    return {"object": "list", "data": data + listed(request)}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     """One of them."""
     manager = manager_of(request)
+    adapter = next((one for one in listed(request) if one["id"] == name), None)
+    if adapter is not None:
+        return adapter
     found = dict(manager.about())
     return described(name, found[name] if name in found else manager.find(name))
 

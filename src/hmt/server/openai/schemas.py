@@ -327,6 +327,24 @@ class UnloadBody(Order):
     timeout: Annotated[float, Field(ge=0)] | None = None
 
 
+class LoadAdapterBody(Order):
+    """POST /v1/load_lora_adapter, as vLLM's.  `lora_path` is within the server's folder.
+
+    model   whose adapter it is; the first one of the server when left out
+    """
+
+    lora_name: str
+    lora_path: str
+    model: str | None = None
+
+
+class UnloadAdapterBody(Order):
+    """POST /v1/unload_lora_adapter, as vLLM's."""
+
+    lora_name: str
+    model: str | None = None
+
+
 class DetokenizeBody(Fields):
     """POST /detokenize."""
 

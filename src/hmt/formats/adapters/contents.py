@@ -1,0 +1,74 @@
+"""What the file of an adapter has, whoever wrote it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from hmt.base.errors import AdapterError, ShapeError
+from hmt.contracts.checkpoint import TensorRecord
+
+MOST_RANK: Final = 256
+FLOATS: Final = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterMatrices:
+    """What an adapter adds to one linear layer: scale * up(down(x)).
+
+    module   the layer, by the name that its weight has in a checkpoint, without ".weight"
+    down     [rank, in]; of one expert of a stack, its part
+    up       [out, rank]
+    turned   numbers of a head whose rows of `up` lie in llama.cpp's order; else 0
+    """
+
+    module: str
+    down: TensorRecord
+    up: TensorRecord
+    scale: float
+    turned: int = 0
+
+    @property
+    def rank(self) -> int:
+        """Numbers between the two."""
+        return self.down.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter that was opened and whose shapes agree with one another; nothing was read.
+
+    base   the model that it was made for, as the file says; "" where it does not
+    """
+
+    path: Path
+    matrices: tuple[AdapterMatrices, ...]
+    base: str = ""
+
+
+def checked(matrices: AdapterMatrices, path: Path) -> AdapterMatrices:
+    """The same.  Raises ShapeError or AdapterError for what cannot be multiplied."""
+    down, up = matrices.down, matrices.up
+    if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1]:
+        raise ShapeError(
+            f"{path}: {down.name!r} is {list(down.shape)} and {up.name!r} {list(up.shape)}; wanted "
+            "are [rank, in] and [out, rank]"
+        )
+    if not 0 < matrices.rank <= MOST_RANK:
+        raise AdapterError(
+            f"{path}: {down.name!r} has rank {matrices.rank}; HMT computes ranks of 1 to "
+            f"{MOST_RANK}"
+        )
+    for record in (down, up):
+        if record.dtype not in FLOATS:
+            raise AdapterError(
+                f"{path}: {record.name!r} is {record.dtype}; HMT reads adapters in "
+                f"{', '.join(FLOATS)}: convert it"
+            )
+    return matrices
+
+
+def rows_of(record: TensorRecord, first: int, rows: int) -> TensorRecord:
+    """Some rows of a tensor as one of its own."""
+    each = record.nbytes // record.shape[0]
+    shape = (rows, *record.shape[1:])
+    return replace(record, shape=shape, offset=record.offset + first * each, nbytes=rows * each)

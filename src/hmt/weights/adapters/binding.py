@@ -1,0 +1,218 @@
+"""Which parameters of a model an adapter changes, and reading what it adds to them."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from hmt.base.errors import AdapterError, DiskReadError, NumericsError, ShapeError, os_reason
+from hmt.contracts.adapter import LowRank
+from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
+from hmt.contracts.checkpoint import TensorRecord
+from hmt.contracts.model import ModelSpec
+from hmt.formats.adapters import AdapterFile, AdapterMatrices
+from hmt.quant.repacking.row_order import turn_back
+
+# What an adapter adds, by block and by the name of the parameter in it.
+Parts = Mapping[BlockId, Mapping[str, LowRank]]
+
+_ADAPTED: Final = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER, BlockKind.EXPERT)
+# Which attention does not multiply with, but takes apart: see layers/latent.
+_TAKEN_APART: Final = ("kv_b_proj",)
+_FLOATS: Final = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+_ROUTER: Final = "router"
+_READ_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BoundPart:
+    """What is added to one parameter: rows of `up` that are its own, and all of `down`."""
+
+    block: BlockId
+    name: str
+    matrices: AdapterMatrices
+
+
+@dataclass(frozen=True, slots=True)
+class BoundAdapter:
+    """An adapter whose every matrix belongs to a parameter of the model.
+
+    fingerprint   of its numbers and their places: alike for adapters that compute alike
+    """
+
+    file: AdapterFile
+    parts: tuple[BoundPart, ...]
+    fingerprint: str
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(record.nbytes for record in self._records())
+
+    @property
+    def most_rank(self) -> int:
+        """The largest of its ranks."""
+        return max(part.matrices.rank for part in self.parts)
+
+    def _records(self) -> Iterator[TensorRecord]:
+        """All that is read, each once: parts of a fused layer share `down`."""
+        seen = set()
+        for part in self.parts:
+            yield part.matrices.up
+            down = part.matrices.down
+            if (down.name, down.offset) not in seen:
+                seen.add((down.name, down.offset))
+                yield down
+
+    def read(self) -> Parts:
+        """Its numbers.  Raises DiskReadError, or NumericsError where some are not finite."""
+        downs: dict[tuple[str, int], torch.Tensor] = {}
+        found: dict[BlockId, dict[str, LowRank]] = {}
+        for part in self.parts:
+            matrices = part.matrices
+            place = matrices.down.name, matrices.down.offset
+            if place not in downs:
+                downs[place] = _read(matrices.down)
+            up = _read(matrices.up)
+            if matrices.turned:
+                up = turn_back(up, matrices.turned)
+            added = LowRank(downs[place], up.T.contiguous(), matrices.scale)
+            found.setdefault(part.block, {})[part.name] = added
+        return found
+
+
+def bind_adapter(spec: ModelSpec, file: AdapterFile) -> BoundAdapter:
+    """Find what each matrix of `file` changes.  Reads all of it, for its fingerprint.
+
+    Raises AdapterError where the model has no such layer or HMT does not adapt it, ShapeError where
+    it has another size, DiskReadError.
+    """
+    layers = _Layers(spec)
+    parts = [part for matrices in file.matrices for part in layers.parts(matrices, file)]
+    places = [(part.block, part.name) for part in parts]
+    if twice := next((place for place in places if places.count(place) > 1), None):
+        raise AdapterError(f"{file.path} changes {twice[1]} of {twice[0]} twice")
+    return BoundAdapter(file, tuple(parts), _fingerprint(parts))
+
+
+class _Layers:
+    """A model's linear layers by the names of checkpoints."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._by_name: dict[str, list[tuple[BlockId, ParamSpec]]] = {}
+        for block in spec.blocks:
+            for param in block.params:
+                for source in param.sources:
+                    if source.endswith(".weight"):
+                        name = source.removesuffix(".weight")
+                        self._by_name.setdefault(name, []).append((block.id, param))
+        # Checkpoints of models that see begin their names in another way: "language_model.".
+        self._by_tail = {_tail(name): name for name in self._by_name if _tail(name)}
+
+    def parts(self, matrices: AdapterMatrices, file: AdapterFile) -> Iterator[BoundPart]:
+        """What `matrices` change: one parameter, or several that are parts of one layer."""
+        name = matrices.module
+        if name not in self._by_name:
+            name = self._by_tail.get(_tail(name), name)
+        found = self._by_name.get(name)
+        if found is None:
+            raise AdapterError(
+                f"{file.path} changes {matrices.module}, which {self._spec.architecture} with "
+                f"{self._spec.layers} layers has not"
+                + (f": it was made for {file.base}" if file.base else "")
+            )
+        rows = max(param.rows[1] if param.rows else param.shape[0] for _, param in found)
+        for block, param in found:
+            self._check(block, param, matrices, rows, file)
+            first, end = param.rows or (0, param.shape[0])
+            if matrices.turned and (first % matrices.turned or end % matrices.turned):
+                raise ShapeError(f"{file.path}: {matrices.up.name!r} does not hold whole heads")
+            each = matrices.up.nbytes // matrices.up.shape[0]
+            own = replace(
+                matrices.up,
+                shape=(end - first, matrices.rank),
+                offset=matrices.up.offset + first * each,
+                nbytes=(end - first) * each,
+            )
+            yield BoundPart(block, param.name, replace(matrices, up=own))
+
+    def _check(
+        self,
+        block: BlockId,
+        param: ParamSpec,
+        matrices: AdapterMatrices,
+        rows: int,
+        file: AdapterFile,
+    ) -> None:
+        at = f"{file.path} changes {matrices.module}"
+        is_matrix = param.role is not Role.TABLE and len(param.shape) == 2
+        if not is_matrix or block.kind not in _ADAPTED or param.name == _ROUTER:
+            raise AdapterError(
+                f"{at}, the {block}; HMT adapts linear layers of attention, networks and experts "
+                "alone: no embeddings, output layers, routers or norms"
+            )
+        if param.name in _TAKEN_APART:
+            raise AdapterError(
+                f"{at}, which latent attention takes apart and multiplies with from both sides; "
+                "HMT adapts its other projections alone"
+            )
+        out, inputs = matrices.up.shape[0], matrices.down.shape[1]
+        if (out, inputs) != (rows, param.shape[1]):
+            raise ShapeError(
+                f"{at} as a layer of {inputs} inputs and {out} outputs; in this model it has "
+                f"{param.shape[1]} and {rows}"
+            )
+
+
+def _tail(name: str) -> str:
+    """What is behind the first "layers." of a name; "" where there is none, or not of text."""
+    before, _, behind = name.partition("layers.")
+    return "" if any(word in before for word in ("vis", "audio", "mtp")) else behind
+
+
+def _fingerprint(parts: list[BoundPart]) -> str:
+    total = hashlib.blake2b(digest_size=16)
+    for part in sorted(parts, key=lambda part: (str(part.block), part.name)):
+        matrices = part.matrices
+        said = (str(part.block), part.name, matrices.scale, matrices.turned, matrices.rank)
+        total.update(repr(said).encode())
+        for record in (matrices.down, matrices.up):
+            total.update(record.dtype.encode())
+            _pieces(record, total.update)
+    return total.hexdigest()
+
+
+def _pieces(record: TensorRecord, take: Callable[[bytes], None]) -> None:
+    """Read a tensor, and give its bytes to `take`, some at a time.  Raises DiskReadError."""
+    left = record.nbytes
+    try:
+        with record.file.open("rb") as file:
+            file.seek(record.offset)
+            while left:
+                piece = file.read(min(left, _READ_BYTES))
+                if not piece:
+                    raise DiskReadError(
+                        f"{record.file} ends {left} bytes before the end of {record.name!r}: it "
+                        "has changed"
+                    )
+                take(piece)
+                left -= len(piece)
+    except OSError as error:
+        raise DiskReadError(f"{record.file} cannot be read ({os_reason(error)})") from error
+
+
+def _read(record: TensorRecord) -> torch.Tensor:
+    """A matrix as published."""
+    raw = bytearray()
+    _pieces(record, raw.extend)
+    numbers = torch.frombuffer(raw, dtype=_FLOATS[record.dtype]).view(record.shape)
+    if not bool(torch.isfinite(numbers).all()):
+        raise NumericsError(f"{record.file}: {record.name!r} holds numbers that are none")
+    return numbers
