@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hmt.cli.options import EngineOptions, ModelArgument, expand
-from hmt.cli.plan_options import PlanRequest, planned_for
+from hmt.cli.plan_options import PlanRequest, planned_for, refuse_ranks
 
 if TYPE_CHECKING:
     from hmt.planner.what_if.scenario import PlanResult, ScenarioPlanner
@@ -54,6 +54,8 @@ def plan(
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
     asked = PlanRequest(model, machine, users, prompt, routing)
+    if explain:
+        refuse_ranks(engine, "--explain looks at other plans")
     planned, outlook, notes = planned_for(engine, asked)
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))

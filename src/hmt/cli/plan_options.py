@@ -12,6 +12,7 @@ from hmt.cli.options import EngineOptions, choose_model
 
 if TYPE_CHECKING:
     from hmt.contracts.machine import Machine
+    from hmt.contracts.plan import Plan
     from hmt.engine import EngineConfig
     from hmt.memory.device import Device
     from hmt.planner.cost.expert_hit_rate import HitCurve
@@ -52,7 +53,10 @@ def planned_for(
         setting = _setting_there(asked.machine, engine, config, asked.prompt)
         planned = _or_remedies(lambda: outlook.plan(setting), outlook, setting)
     elif has_weights(Path(source).expanduser()):
-        planned = _for_this_machine(source, config, asked.prompt, outlook, hits)
+        own = config.of_rank(0)
+        planned = _for_this_machine(source, own, asked.prompt, outlook, hits)
+        if config.ranks > 1:
+            notes = _other_ranks(source, config, planned.plan)
     else:
         notes = ["", NO_WEIGHTS]
         here = _here(Path(), config, asked.prompt)
@@ -135,8 +139,20 @@ def _setting_there(
     )
 
 
+def refuse_ranks(engine: EngineOptions, what: str) -> None:
+    """Raise ConfigError for several processes: so far `what` is for one."""
+    asked = [f"--{name} {n}" for name, n in (("tp", engine.tp), ("ep", engine.ep)) if n is not None]
+    if asked:
+        raise ConfigError(f"{what} of one process, and {' and '.join(asked)} was given: leave it out")
+
+
 def _refuse_several(config: "EngineConfig", what: str) -> None:
-    """Raise ConfigError for several GPUs: so far `what` is for one."""
+    """Raise ConfigError for several GPUs or processes: so far `what` is for one."""
+    if config.ranks > 1:
+        raise ConfigError(
+            f"{config.ranks} processes were asked for (tp={config.tp}, ep={config.ep}), and {what} "
+            "with one of them: leave --tp and --ep out"
+        )
     if len(config.gpus or ()) > 1 or len(config.gpu_memory_bytes or ()) > 1:
         raise ConfigError(
             f"several GPUs were asked for, and {what} with one of them: name one with --gpus, and "
@@ -257,9 +273,31 @@ def _for_this_machine(
     try:
         return planned()
     except BudgetError as error:
-        if len(devices) > 1:  # remedies are for one GPU
+        if len(devices) > 1 or config.ranks > 1:  # remedies are for one GPU and one process
             raise
         raise _with_remedies(error, outlook, _here(path, config, prompt)) from None
+
+
+def _other_ranks(model: str, config: "EngineConfig", first: "Plan") -> list[str]:
+    """A line on each process that computes the model with the one that `first` is the plan of."""
+    from hmt.contracts.plan import Tier
+    from hmt.engine import prepare
+
+    shape = f"tp={config.tp}, ep={config.ep}"
+    lines = ["", f"{config.ranks} processes ({shape}); the plan above is of rank 0, the first"]
+    context, chunk = first.kv_tokens, first.max_prefill_tokens
+    for rank in range(1, config.ranks):
+        own = replace(config.of_rank(rank), context=context, max_prefill_tokens=chunk)
+        devices, room = _room(own)
+        prepared = prepare(Path(model).expanduser(), own, None, devices, room, rank)
+        plan, sizes = prepared.plan, {block.id: block for block in prepared.demand.blocks}
+        disk = sum(sizes[block].slot_bytes for block in plan.blocks_in(Tier.DISK))
+        lines.append(
+            f"  rank {rank}: {format_bytes(prepared.demand.weight_bytes)} of weights, "
+            f"{format_bytes(disk)} of them on disk; {format_bytes(sum(plan.reserved.values()))} "
+            f"of {format_bytes(plan.budgets[Tier.HOST])} host memory reserved"
+        )
+    return [*lines, "  speeds are rank 0's own, without what the processes wait for one another"]
 
 
 def _or_remedies(

@@ -67,19 +67,24 @@ def shares_of(
     *,
     tp: int,
     ep: int,
-) -> list[RankShare]:
+) -> tuple[list[RankShare], tuple[str, ...]]:
     """What each rank has of a model whose configuration this is, the largest shares first.
 
-    With `tp` above 1 all `parts` are divided, with `ep` alone the experts.
-    Raises ConfigError where there are fewer heads or experts than ranks, or cuts that the weights'
-    encoding allows.
+    And what the user should know of it.  With `tp` above 1 all `parts` are divided, with `ep` alone
+    the experts.  Heads that cannot be divided among so many stay together: then each rank computes
+    attention whole.  Raises ConfigError where there is less of something else than ranks, or there
+    are fewer cuts that the weights' encoding allows.
     """
     ranks = max(tp, ep)
     divided = parts if tp > 1 else [part for part in parts if part == "experts"]
     none: list[Span | None] = [None] * ranks
     heads, kv_heads, width, experts = none, none, none, none
+    remarks: tuple[str, ...] = ()
     if "heads" in divided:
-        heads, kv_heads = _head_spans(config, units, ranks)
+        try:
+            heads, kv_heads = _head_spans(config, units, ranks)
+        except ConfigError as error:
+            remarks = (f"{error}.  Each process computes attention whole",)
     if "width" in divided:
         whole = config.intermediate_size
         width = _spans(whole, ranks, units.width, f"an intermediate size of {whole}")
@@ -87,7 +92,8 @@ def shares_of(
         count = next(int(n) for name in _EXPERTS if (n := getattr(config, name, None)))
         experts = _spans(count, ranks, 1, f"{count} experts")
     columns = zip(heads, kv_heads, width, experts, strict=True)
-    return [RankShare(rank, ranks, collective, *spans) for rank, spans in enumerate(columns)]
+    shares = [RankShare(rank, ranks, collective, *spans) for rank, spans in enumerate(columns)]
+    return shares, remarks
 
 
 def with_share(config: Config, share: RankShare) -> Config:

@@ -97,10 +97,11 @@ def bind_share(
             cut = cut_of(param, part, block.id, share)
             if cut is not None and cut.axis == 0:
                 first = 0 if param.rows is None else param.rows[0]
-                part = replace(part, rows=(first + cut.first, first + cut.end))
-            elif cut is not None:
-                cuts[block.id, param.name], part = cut, param
-            params.append(part)
+                params.append(replace(part, rows=(first + cut.first, first + cut.end)))
+                continue
+            params.append(param)
+            if cut is not None:
+                cuts[block.id, param.name] = cut
         wanted.append(BlockSpec(block.id, tuple(params)))
     bound = bind(replace(whole, blocks=tuple(wanted), ignored=_EVERYTHING), checkpoint)
     return {b: _with_columns(block, cuts) for b, block in bound.items()}

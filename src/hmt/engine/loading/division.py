@@ -27,12 +27,12 @@ def divide(
     described = text_config(source.config, source.path)
     found = source.units(whole.spec, config.quantization)
     group = RankGroup(rank, config.ranks)
-    shares = shares_of(
+    shares, remarks = shares_of(
         described, divided_parts(whole), _units(found, head_dim(described)), group,
         tp=config.tp, ep=config.ep,
     )  # fmt: skip
     model = open_share(source.config, source.path, whole.dtype, shares[rank])
-    model.spec = replace(model.spec, remarks=whole.spec.remarks)
+    model.spec = replace(model.spec, remarks=(*whole.spec.remarks, *remarks))
     return model, Divided(whole.spec, shares[rank])
 
 

@@ -5,6 +5,7 @@ import queue
 import socket
 import sys
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -36,7 +37,7 @@ def main(descriptor: int) -> NoReturn:
         order, _ = receive(link)
         inbox: queue.SimpleQueue[tuple[str, bytes]] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(link, inbox), daemon=True).start()
-        _work(link, order, inbox)
+        work(link, order, inbox)
     except BaseException as error:
         known = isinstance(error, HMTError)
         said = str(error) if known else f"{type(error).__name__}: {error}"
@@ -64,9 +65,10 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _work(
+def work(
     link: socket.socket, order: dict[str, Any], inbox: "queue.SimpleQueue[tuple[str, bytes]]"
 ) -> None:
+    """Load what `order` says, tell `link`, and do what comes into `inbox` until that is to end."""
     config = replace(EngineConfig.resolve(**spoken(order["options"])), **order["shape"])
     set_threads(config.threads)
     devices = open_devices(config)
@@ -77,16 +79,17 @@ def _work(
     memory = allocate(prepared, config, ledger, tracer, None, devices)
     worker = _Worker(prepared, config, memory, tracer)
     send(link, {"state": "ready"})
-    while True:
-        do, blob = inbox.get()
-        match do:
-            case "connect":
-                where = memory.on_device.device.where if memory.on_device is not None else None
-                worker.group.connect(Path(order["folder"]), where)
-            case "step":
-                worker.step(SchedulerOutput.from_json(blob.decode()))
-            case _:
-                return
+    with closing(memory):
+        while True:
+            do, blob = inbox.get()
+            match do:
+                case "connect":
+                    where = memory.on_device.device.where if memory.on_device is not None else None
+                    worker.group.connect(Path(order["folder"]), where)
+                case "step":
+                    worker.step(SchedulerOutput.from_json(blob.decode()))
+                case _:
+                    return
 
 
 class _Worker:

@@ -69,20 +69,11 @@ class RankWorkers:
 
     def _start(self, order: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
-        path = [_ROOT, *(entry for entry in sys.path if entry and entry != _ROOT)]
-        with theirs:
-            arguments = [json.dumps(path), str(theirs.fileno())]
-            try:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, *arguments],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C is for us
-                )
-            except OSError as error:
-                ours.close()
-                raise MachineError(f"rank {order['rank']} cannot be started: {error}") from error
+        try:
+            process = start_process(theirs)
+        except OSError as error:
+            ours.close()
+            raise MachineError(f"rank {order['rank']} cannot be started: {error}") from error
         self._processes.append(process)
         self._links.append(ours)
         send(ours, order)
@@ -191,6 +182,19 @@ class RankWorkers:
             link.close()
         self._links.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def start_process(link: socket.socket) -> "subprocess.Popen[bytes]":
+    """A worker that has `link`, which is closed here.  Raises OSError."""
+    path = [_ROOT, *(entry for entry in sys.path if entry and entry != _ROOT)]
+    with link:
+        return subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(path), str(link.fileno())],
+            pass_fds=[link.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us
+        )
 
 
 def start_workers(
