@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from hmt.base.errors import HMTError
 from hmt.engine.ranks import worker, workers
 from hmt.sandbox.frames import receive, send
 
@@ -34,7 +33,7 @@ class ThreadRank:
         listener.start()
         try:
             worker.work(self._link, order, self._inbox)
-        except HMTError as error:
+        except Exception as error:
             said = {"state": "failed", "kind": type(error).__name__, "said": str(error)}
             send(self._link, said)
         self._link.shutdown(socket.SHUT_RDWR)

@@ -268,6 +268,7 @@ class LoadedModel:
             predicted=self._predictor.decoding(core.accounts.decoded),
             speculation=core.speculator.account.copy(),
             drift=core.runner.drift,
+            ranks=core.memory.ranks.accounts if core.memory.ranks is not None else (),
         )
 
     def _notes(self) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from hmt.contracts.sharding import Collective
 from hmt.contracts.step import SchedulerOutput
 from hmt.distributed import RankGroup
 from hmt.engine.config import EngineConfig
+from hmt.engine.run_summary import RankAccount
 from hmt.sandbox.frames import receive, send
 
 _BOOT: Final = (
@@ -88,14 +89,13 @@ class RankWorkers:
         return "" if self._failure is None else str(self._failure)
 
     @property
-    def pids(self) -> tuple[int, ...]:
-        """Of the processes, by rank from 1 on."""
-        return tuple(process.pid for process in self._processes)
-
-    @property
-    def alive(self) -> tuple[bool, ...]:
-        """Which of them run, by rank from 1 on."""
-        return tuple(process.poll() is None for process in self._processes)
+    def accounts(self) -> tuple[RankAccount, ...]:
+        """Of each worker."""
+        failure = self.failure
+        return tuple(
+            RankAccount(rank, process.pid, process.poll() is None, failure)
+            for rank, process in enumerate(self._processes, 1)
+        )
 
     def connect(self, device: torch.device | None = None) -> None:
         """Wait until all ranks have loaded their part, and let them meet.
@@ -211,6 +211,14 @@ def start_workers(
     kv_tokens, max_prefill_tokens   that the first rank's plan has
     """
     assert isinstance(collective, RankGroup)
+    sizes = {"kv_tokens": kv_tokens, "max_prefill_tokens": max_prefill_tokens}
+    return RankWorkers(collective, orders_of(path, config, **sizes))
+
+
+def orders_of(
+    path: Path, config: EngineConfig, *, kv_tokens: int, max_prefill_tokens: int
+) -> list[dict[str, Any]]:
+    """What each worker is told, as JSON has it: see `start_workers`."""
     orders = []
     for rank in range(1, config.ranks):
         own = config.of_rank(rank)
@@ -218,7 +226,7 @@ def start_workers(
         options |= {"context": kv_tokens, "max_prefill_tokens": max_prefill_tokens}
         shape = {"tp": config.tp, "ep": config.ep}
         orders.append({"rank": rank, "path": str(path), "options": options, "shape": shape})
-    return RankWorkers(collective, orders)
+    return orders
 
 
 def spoken(options: Mapping[str, Any]) -> dict[str, Any]:
