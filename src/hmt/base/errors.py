@@ -104,7 +104,7 @@ class MachineError(HMTError):
 
 
 class RankError(HMTError):
-    """One of the processes that compute a model together has ended; the model has to be reloaded."""
+    """One of the processes that compute a model together has ended: load the model again."""
 
 
 class Cancelled(HMTError):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hmt.cli.options import EngineOptions, ModelArgument, expand
-from hmt.cli.plan_options import PlanRequest, planned_for, refuse_ranks
+from hmt.cli.plan_options import PlanRequest, planned_for
+from hmt.cli.plan_ranks import other_ranks, refuse_ranks
 
 if TYPE_CHECKING:
     from hmt.planner.what_if.scenario import PlanResult, ScenarioPlanner
@@ -60,7 +61,8 @@ def plan(
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
     else:
-        print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
+        others = other_ranks(engine, model, planned.plan)
+        print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes, *others]))
 
 
 def _text(

@@ -12,7 +12,6 @@ from hmt.cli.options import EngineOptions, choose_model
 
 if TYPE_CHECKING:
     from hmt.contracts.machine import Machine
-    from hmt.contracts.plan import Plan
     from hmt.engine import EngineConfig
     from hmt.memory.device import Device
     from hmt.planner.cost.expert_hit_rate import HitCurve
@@ -53,10 +52,7 @@ def planned_for(
         setting = _setting_there(asked.machine, engine, config, asked.prompt)
         planned = _or_remedies(lambda: outlook.plan(setting), outlook, setting)
     elif has_weights(Path(source).expanduser()):
-        own = config.of_rank(0)
-        planned = _for_this_machine(source, own, asked.prompt, outlook, hits)
-        if config.ranks > 1:
-            notes = _other_ranks(source, config, planned.plan)
+        planned = _for_this_machine(source, config.of_rank(0), asked.prompt, outlook, hits)
     else:
         notes = ["", NO_WEIGHTS]
         here = _here(Path(), config, asked.prompt)
@@ -137,13 +133,6 @@ def _setting_there(
         host_bytes=given,
         device_bytes=None if config.gpu_memory_bytes is None else sum(config.gpu_memory_bytes),
     )
-
-
-def refuse_ranks(engine: EngineOptions, what: str) -> None:
-    """Raise ConfigError for several processes: so far `what` is for one."""
-    asked = [f"--{name} {n}" for name, n in (("tp", engine.tp), ("ep", engine.ep)) if n is not None]
-    if asked:
-        raise ConfigError(f"{what} of one process, and {' and '.join(asked)} was given: leave it out")
 
 
 def _refuse_several(config: "EngineConfig", what: str) -> None:
@@ -276,28 +265,6 @@ def _for_this_machine(
         if len(devices) > 1 or config.ranks > 1:  # remedies are for one GPU and one process
             raise
         raise _with_remedies(error, outlook, _here(path, config, prompt)) from None
-
-
-def _other_ranks(model: str, config: "EngineConfig", first: "Plan") -> list[str]:
-    """A line on each process that computes the model with the one that `first` is the plan of."""
-    from hmt.contracts.plan import Tier
-    from hmt.engine import prepare
-
-    shape = f"tp={config.tp}, ep={config.ep}"
-    lines = ["", f"{config.ranks} processes ({shape}); the plan above is of rank 0, the first"]
-    context, chunk = first.kv_tokens, first.max_prefill_tokens
-    for rank in range(1, config.ranks):
-        own = replace(config.of_rank(rank), context=context, max_prefill_tokens=chunk)
-        devices, room = _room(own)
-        prepared = prepare(Path(model).expanduser(), own, None, devices, room, rank)
-        plan, sizes = prepared.plan, {block.id: block for block in prepared.demand.blocks}
-        disk = sum(sizes[block].slot_bytes for block in plan.blocks_in(Tier.DISK))
-        lines.append(
-            f"  rank {rank}: {format_bytes(prepared.demand.weight_bytes)} of weights, "
-            f"{format_bytes(disk)} of them on disk; {format_bytes(sum(plan.reserved.values()))} "
-            f"of {format_bytes(plan.budgets[Tier.HOST])} host memory reserved"
-        )
-    return [*lines, "  speeds are rank 0's own, without what the processes wait for one another"]
 
 
 def _or_remedies(

@@ -2,14 +2,11 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import torch
 
 from hmt.base.errors import ConfigError, RankError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # A rank that waits longer than this for another one gives up.  Disks and prompts of ranks differ,
 # and a rank that has ended closes its connections at once: only one that hangs comes to this.
@@ -26,32 +23,30 @@ class RankGroup:
     def __init__(self, rank: int, ranks: int) -> None:
         """Not connected: nothing can be added yet."""
         self.rank, self.ranks = rank, ranks
-        self._group: ProcessGroup | None = None
+        self._group: Any = None  # torch's stubs do not know what groups can do
         self._broken = ""
 
-    def connect(self, folder: Path, device: torch.device | None = None) -> None:
+    def connect(self, folder: Path, *, on_gpu: bool = False) -> None:
         """Wait for all ranks to connect.
 
         folder   that only these processes can read, the same for all
-        device   that computes, where one does: a GPU's ranks meet through NCCL
+        on_gpu   each rank computes on a GPU of its own, the current one: they meet through NCCL
 
         Gloo listens on the loopback interface alone.  Raises RankError, and ConfigError where torch
         was built without what it takes.
         """
         import torch.distributed as dist  # half a second
 
-        name = "nccl" if device is not None and device.type == "cuda" else "gloo"
-        available = dist.is_nccl_available() if name == "nccl" else dist.is_gloo_available()
-        if not dist.is_available() or not available:
+        name = "nccl" if on_gpu else "gloo"
+        available = dist.is_nccl_available() if on_gpu else dist.is_gloo_available()
+        if not available:
             raise ConfigError(
                 f"torch {torch.__version__} was built without {name}, which ranks meet through: "
                 "leave tp and ep out, or install another torch"
             )
         store = dist.FileStore(str(folder / _STORE), self.ranks)
         try:
-            if name == "nccl":
-                assert device is not None
-                torch.cuda.set_device(device)
+            if on_gpu:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = _PATIENCE
                 self._group = dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)

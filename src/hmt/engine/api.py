@@ -26,7 +26,6 @@ from hmt.engine.input_processor import InputProcessor
 from hmt.engine.loading.allocate import allocate_draft, allocate_on
 from hmt.engine.loading.prepare import Prepared, PreparedDraft
 from hmt.engine.outputs.output_processor import OutputProcessor, TokenListener
-from hmt.engine.ranks import RankWorkers
 from hmt.engine.run_summary import RunSummary
 from hmt.engine.scheduling.sequence import Load, SequenceState
 from hmt.engine.snapshot import EngineSnapshot, SnapshotReader
@@ -47,18 +46,12 @@ class LoadedModel:
         progress: Callable[[int, int], None] | None = None,
         devices: Many[Device] = (),
         draft: PreparedDraft | None = None,
-        ranks: RankWorkers | None = None,
     ) -> None:
-        """`draft` is a small model that drafts tokens, if one does.
-
-        `ranks`, which are loading their parts, end with the model, or where it cannot be loaded.
-        """
+        """`draft` is a small model that drafts tokens, if one does."""
         self.prepared = prepared
         self.max_batch = config.max_batch
         self.tokenizer = prepared.source.tokenizer()
         with ExitStack() as stack:
-            if ranks is not None:
-                stack.callback(ranks.close)
             self._timeline: Timeline | None = None
             if config.trace is not None:
                 self._timeline = stack.enter_context(closing(Timeline(config.trace)))
@@ -67,11 +60,6 @@ class LoadedModel:
             memory = allocate_on(
                 self._loop, prepared, config, ledger, self.tracer, progress, devices
             )
-            if ranks is not None:
-                memory.ranks = ranks
-                stack.callback(self._loop.stop, memory.close)
-                there = memory.on_device
-                ranks.connect(None if there is None else there.device.where)
             self._snapshot_reader = SnapshotReader(prepared, memory.weights)
             self._predictor = run_history.predictor_of(
                 prepared.source.path.name, prepared.demand, prepared.plan, prepared.machine

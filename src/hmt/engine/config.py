@@ -59,10 +59,10 @@ class EngineConfig:
                           with gpus 90% of what is free
     gpus                  which GPUs, by their numbers, in the order in which layers are spread over
                           them: "0,1"; "fake" to try the tier without one; None: 0
-    tp                    processes that divide each layer's heads and widths, and its experts; 1: no
-    ep                    processes that divide each layer's experts, and have the rest whole; 1: no.
-                          With tp, the same number.  Of several processes each has its part of
-                          host_memory, of threads, and one of gpus.
+    tp                    processes that divide each layer's heads, widths and experts
+    ep                    processes that divide each layer's experts, and have the rest whole; with
+                          tp, the same number.  Of several processes each has its part of
+                          host_memory and of threads, and one of gpus
     context               positions of KV over all requests; None: the planner's choice
     mmproj                GGUF file with the encoder of images of a model in another GGUF file;
                           None: mmproj*.gguf beside that one, if one belongs to it
@@ -266,12 +266,20 @@ def check_ranks(config: EngineConfig) -> None:
         return
     asked = f"tp={config.tp} and ep={config.ep}"
     if 1 < min(config.tp, config.ep) < config.ranks:
-        raise ConfigError(f"{asked}: processes divide both, so give the same number, or one of them")
+        raise ConfigError(
+            f"{asked}: processes divide both, so give the same number, or one of them"
+        )
     reasons = {
         "goal": (config.goal, "the search for a plan chooses for one process"),
         "profile": (config.profile, "a profile says what one process gets"),
-        "kv_gpu_memory": (config.kv_gpu_memory_bytes, "each process keeps its heads' keys and values"),
-        "prefix_cache": (config.prefix_cache, "other processes do not hear of pages that are shared"),
+        "kv_gpu_memory": (
+            config.kv_gpu_memory_bytes,
+            "each process keeps its heads' keys and values",
+        ),
+        "prefix_cache": (
+            config.prefix_cache,
+            "other processes do not hear of pages that are shared",
+        ),
         "fallback_model": (config.fallback_model, "precision is raised by one process"),
         "speculate": (
             config.speculate.startswith(("mtp", "draft")) or None,

@@ -12,7 +12,6 @@ from hmt.engine.api import LoadedModel
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import device_budgets, open_devices
 from hmt.engine.loading.draft import prepare_both
-from hmt.engine.ranks import start_workers
 from hmt.formats import located
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger
@@ -76,16 +75,8 @@ class Engine:
                 f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
                 "give the engine more host_memory"
             ) from error
-        ranks = None
-        if prepared.share is not None:
-            plan = prepared.plan
-            ranks = start_workers(
-                path, self._all_ranks, prepared.share.collective,
-                kv_tokens=plan.kv_tokens, max_prefill_tokens=plan.max_prefill_tokens,
-            )  # fmt: skip
-        model = LoadedModel(
-            prepared, self.config, self._ledger, progress, self._devices, draft, ranks
-        )
+        config = self._all_ranks
+        model = LoadedModel(prepared, config, self._ledger, progress, self._devices, draft)
         self._models = [other for other in self._models if not other.closed]
         self._models.append(model)
         return model

@@ -59,7 +59,7 @@ class EngineCore:
         def scope(sequence: SequenceState) -> str:
             return scope_of(sequence, border, shared=config.prefix_shared)
 
-        watched = prepared.share is None  # of several ranks none raises precision by itself
+        watched = prepared.divided is None  # of several ranks none raises precision by itself
         self.runner = ModelRunner(prepared, config, memory, tracer, watched=watched)
         self.speculator = open_speculator(
             prepared, config, memory, scope, tracer, self.runner.verifies, self._kv_of

@@ -6,11 +6,5 @@ from hmt.models.eagle3 import EAGLE3_ARCHITECTURES, open_eagle3
 from hmt.models.gemma4_assistant import ASSISTANTS, TOKEN_ORDER, open_gemma4_assistant
 from hmt.models.mixture_of_recursions import MixtureOfRecursions
 from hmt.models.next_token import open_predictor
-from hmt.models.registry import (
-    open_model,
-    open_share,
-    supported_architectures,
-    text_config,
-    with_architecture,
-)
+from hmt.models.registry import open_model, supported_architectures, with_architecture
 from hmt.models.vision import IMAGES_REFUSED, with_vision

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,11 @@ class Decoder(ABC, Model):
 
     A family sets up its layers, then calls this constructor; it names its parameters in
     `layer_params` and computes one layer in `layer`.
+
+    divides   what of its layers several processes may divide: see `models.sharding`
     """
+
+    divides: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

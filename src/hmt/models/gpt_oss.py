@@ -17,7 +17,16 @@ from hmt.layers import (
     request_experts,
     routed_experts,
 )
-from hmt.models.config import Config, attention, check_experts, divided, norm, require, rotary, windows
+from hmt.models.config import (
+    Config,
+    attention,
+    check_experts,
+    divided,
+    norm,
+    require,
+    rotary,
+    windows,
+)
 from hmt.models.decoder import Decoder, attention_block, expert_block, router_block
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from hmt.models.decoder import Decoder, attention_block, expert_block, router_bl
 class Mixtral(Decoder):
     """Mistral with experts in place of the FFN; each token goes to the most probable few."""
 
-    divides = ("heads", "experts")
+    divides: ClassVar[tuple[str, ...]] = ("heads", "experts")
 
     attention: Attention | PostNormAttention
     router: SoftmaxRouter | BiasedSigmoidRouter
@@ -98,7 +99,7 @@ class Mixtral(Decoder):
 class MiniMaxM2(Mixtral):
     """Experts by sigmoids with a bias; queries and keys of all heads are normed as one row."""
 
-    divides = ("experts",)
+    divides: ClassVar[tuple[str, ...]] = ("experts",)
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "scoring_func", "sigmoid")

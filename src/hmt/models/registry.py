@@ -10,7 +10,6 @@ import torch
 
 from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.contracts.model import Model
-from hmt.contracts.sharding import RankShare
 from hmt.models.config import Config, read_config
 from hmt.models.deepseek import (
     AXK2,
@@ -43,7 +42,6 @@ from hmt.models.mixture_of_recursions import MixtureOfRecursions
 from hmt.models.phi3 import Phi3
 from hmt.models.qwen2 import Qwen2
 from hmt.models.qwen3 import Qwen3, Qwen3Moe
-from hmt.models.sharding import with_share
 from hmt.models.state_space import (
     Bamba,
     FalconH1,
@@ -163,23 +161,13 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
         return _checked(family(read_config(config, model_type), dtype))
 
 
-def text_config(config: Mapping[str, Any], path: Path) -> Config:
-    """The configuration that HMT's family reads of a parsed config.json, which has one."""
-    return _family_of(config, path)[1]
-
-
-def open_share(
-    config: Mapping[str, Any], path: Path, dtype: torch.dtype, share: RankShare
-) -> Model:
-    """`open_model` as a rank has it, of a family that can be divided: see `models.sharding`."""
-    family, own = _family_of(config, path)
-    with errors_of(path):
-        return _checked(family(with_share(own, share), dtype))
-
-
-def _family_of(
+def family_of(
     config: Mapping[str, Any], path: Path
 ) -> tuple[Callable[[Config, torch.dtype], Model], Config]:
+    """HMT's own family of a parsed config.json, which has one, and what the family reads of it.
+
+    Raises CheckpointError.
+    """
     with errors_of(path):
         text = text_part(config) or config
         model_type, family = _FAMILIES[text["architectures"][0]]

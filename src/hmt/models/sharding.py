@@ -8,14 +8,20 @@ output projection and down by columns, and a sum behind these.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd, lcm
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from hmt.base.errors import ConfigError
 from hmt.contracts.model import Model
 from hmt.contracts.sharding import Collective, RankShare, Span
 from hmt.models.config import Config, head_dim
+from hmt.models.registry import errors_of, family_of
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
@@ -96,7 +102,21 @@ def shares_of(
     return shares, remarks
 
 
-def with_share(config: Config, share: RankShare) -> Config:
+def text_config(config: Mapping[str, Any], path: Path) -> Config:
+    """The configuration that HMT's family reads of a parsed config.json, which has one."""
+    return family_of(config, path)[1]
+
+
+def open_share(
+    config: Mapping[str, Any], path: Path, dtype: torch.dtype, share: RankShare
+) -> Model:
+    """`open_model` as a rank has it, of a family that can be divided."""
+    family, whole = family_of(config, path)
+    with errors_of(path):
+        return family(_with_share(whole, share), dtype)
+
+
+def _with_share(config: Config, share: RankShare) -> Config:
     """A copy of a configuration with the sizes that a rank has."""
     own = copy.deepcopy(config)
     own.share = share
@@ -113,12 +133,14 @@ def _spans(count: int, ranks: int, unit: int, what: str) -> list[Span | None]:
     """`count` cut at multiples of `unit`, the larger parts first."""
     units = -(-count // unit)
     if units < ranks:
-        together = f", of which {unit} belong together in the weights' encoding," if unit > 1 else ""
+        together = (
+            f", of which {unit} belong together in the weights' encoding," if unit > 1 else ""
+        )
         raise ConfigError(
             f"{what}{together} cannot be divided among {ranks} processes: ask for {units} at most"
         )
     borders = [-(-units * rank // ranks) * unit for rank in range(ranks)] + [count]
-    return [Span(first, end, count) for first, end in zip(borders, borders[1:], strict=False)]
+    return [Span(first, end, count) for first, end in pairwise(borders)]
 
 
 def _head_spans(
@@ -158,4 +180,4 @@ def _head_spans(
 
 def _evenly(count: int, parts: int) -> list[tuple[int, int]]:
     borders = [-(-count * part // parts) for part in range(parts + 1)]
-    return list(zip(borders, borders[1:], strict=False))
+    return list(pairwise(borders))

@@ -9,16 +9,20 @@ from hmt.contracts.model import Model
 from hmt.distributed import RankGroup
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.source import Divided, Source
-from hmt.models import open_share, text_config
 from hmt.models.config import head_dim
-from hmt.models.sharding import Units, check_divisible, divided_parts, shares_of
+from hmt.models.sharding import (
+    Units,
+    check_divisible,
+    divided_parts,
+    open_share,
+    shares_of,
+    text_config,
+)
 
 _Units = Mapping[tuple[BlockKind, str], tuple[int, int]]
 
 
-def divide(
-    source: Source, whole: Model, config: EngineConfig, rank: int
-) -> tuple[Model, Divided]:
+def divide(source: Source, whole: Model, config: EngineConfig, rank: int) -> tuple[Model, Divided]:
     """The model that a rank computes, and what it is divided from.
 
     Raises ConfigError where it cannot be divided among so many, and as `Source.weights`.

@@ -11,7 +11,6 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.machine import Machine
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Plan
-from hmt.contracts.sharding import RankShare
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.copies import Copies, copies_within
 from hmt.engine.loading.demand import (
@@ -40,7 +39,7 @@ class Prepared:
 
     headless   it has no output layer, and can be asked for embeddings only
     copies     blocks in higher precision, for which the plan leaves room; None: there are none
-    share      what this process has of a model that several compute; None: all of it
+    divided    what several processes compute, of which this one has a share; None: it has all
     """
 
     source: Source
@@ -52,7 +51,7 @@ class Prepared:
     plan: Plan
     headless: bool = False
     copies: Copies | None = None
-    share: RankShare | None = None
+    divided: Divided | None = None
 
     def check_head(self, *, needed: bool) -> None:
         """Raise RequestError where an output layer is needed and there is none."""
@@ -128,7 +127,7 @@ def prepare(
     if config.ranks > 1:
         model, divided = divide(source, model, config, rank)
         own = prepare_model(source, model, config, host_bytes, devices, device_bytes, divided)
-        return replace(own, share=divided.share)
+        return replace(own, divided=divided)
     copies, left = None, host_bytes
     if config.fallback_model is not None:
         copies, left = copies_within(config, model, host_bytes, on_cpu=not device_bytes)

@@ -5,7 +5,7 @@ import queue
 import socket
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -17,6 +17,7 @@ from hmt.contracts.step import SchedulerOutput
 from hmt.distributed import RankGroup
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.allocate import allocate
+from hmt.engine.loading.demand import is_gpu
 from hmt.engine.loading.device import device_budgets, open_devices
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared, prepare
@@ -41,10 +42,8 @@ def main(descriptor: int) -> NoReturn:
     except BaseException as error:
         known = isinstance(error, HMTError)
         said = str(error) if known else f"{type(error).__name__}: {error}"
-        try:
+        with suppress(OSError):  # the first rank has ended
             send(link, {"state": "failed", "kind": type(error).__name__, "said": said})
-        except OSError:
-            pass  # the first rank has ended
         _end(_FAILED)
     _end(0)
 
@@ -84,8 +83,7 @@ def work(
             do, blob = inbox.get()
             match do:
                 case "connect":
-                    where = memory.on_device.device.where if memory.on_device is not None else None
-                    worker.group.connect(Path(order["folder"]), where)
+                    worker.group.connect(Path(order["folder"]), on_gpu=is_gpu(devices))
                 case "step":
                     worker.step(SchedulerOutput.from_json(blob.decode()))
                 case _:
@@ -101,8 +99,8 @@ class _Worker:
     def __init__(
         self, prepared: Prepared, config: EngineConfig, memory: Memory, tracer: Tracer
     ) -> None:
-        assert prepared.share is not None
-        group = prepared.share.collective
+        assert prepared.divided is not None
+        group = prepared.divided.share.collective
         assert isinstance(group, RankGroup)
         self.group = group
         self._runner = ModelRunner(prepared, config, memory, tracer)

@@ -14,11 +14,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
-
-import torch
 
 from hmt.base import errors
 from hmt.base.errors import HMTError, MachineError, RankError
@@ -97,10 +94,10 @@ class RankWorkers:
             for rank, process in enumerate(self._processes, 1)
         )
 
-    def connect(self, device: torch.device | None = None) -> None:
-        """Wait until all ranks have loaded their part, and let them meet.
+    def connect(self, *, on_gpu: bool) -> None:
+        """Wait until all ranks have loaded their part, and let them meet; `on_gpu`: see RankGroup.
 
-        device   that computes here, where one does.  Raises what kept a rank from loading.
+        Raises what kept a rank from loading.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failure or len(self._ready) == len(self._links))
@@ -108,7 +105,7 @@ class RankWorkers:
                 raise self._failure
         for link in self._links:
             send(link, {"do": "connect"})
-        self.group.connect(self._folder, device)
+        self.group.connect(self._folder, on_gpu=on_gpu)
 
     def send(self, output: SchedulerOutput) -> None:
         """Let the workers compute a step, too.  Raises RankError once one of them has ended."""
@@ -231,8 +228,6 @@ def orders_of(
 
 def spoken(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of an EngineConfig that JSON carried, as `EngineConfig.resolve` wants them."""
-    known = {field.name for field in fields(EngineConfig)}
-    assert options.keys() <= known
     given = {name.removesuffix("_bytes"): value for name, value in options.items()}
     return {name: value for name, value in given.items() if value is not None}
 

@@ -7,13 +7,10 @@ import pytest
 import torch
 from default_part import first_of_each
 from plain_memory import published, put_tokenizer, random_reference
-from rank_threads import ranks_as_threads
 from random_configs import PROMPT_TOKENS, Case, cases
-from transformers import CONFIG_MAPPING
+from rank_threads import ranks_as_threads
 
 import hmt
-from hmt.contracts.blocks import BlockKind
-from hmt.engine import EngineConfig, prepare
 
 TOLERANCE = 1e-4
 OPTIONS = {
