@@ -49,6 +49,9 @@ class ThreadRank:
         except (EOFError, OSError):
             self._inbox.put(("end", b""))
 
+    def end(self) -> None:
+        self._inbox.put(("end", b""))
+
     def poll(self) -> int | None:
         return self.returncode
 
@@ -58,9 +61,26 @@ class ThreadRank:
         return 0
 
 
+class ThreadRanks:
+    """All that were started."""
+
+    def __init__(self) -> None:
+        self._started: list[ThreadRank] = []
+
+    def start(self, link: socket.socket) -> ThreadRank:
+        self._started.append(ThreadRank(link))
+        return self._started[-1]
+
+    def end_all(self) -> None:
+        """As if they had been killed."""
+        for rank in self._started:
+            rank.end()
+
+
 @contextmanager
-def ranks_as_threads() -> Iterator[None]:
+def ranks_as_threads() -> Iterator[ThreadRanks]:
     """In the body, models of several ranks have threads for them."""
+    ranks = ThreadRanks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "start_process", ThreadRank)
-        yield
+        patch.setattr(workers, "start_process", ranks.start)
+        yield ranks

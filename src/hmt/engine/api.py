@@ -26,7 +26,7 @@ from hmt.engine.input_processor import InputProcessor
 from hmt.engine.loading.allocate import allocate_draft, allocate_on
 from hmt.engine.loading.prepare import Prepared, PreparedDraft
 from hmt.engine.outputs.output_processor import OutputProcessor, TokenListener
-from hmt.engine.run_summary import RunSummary
+from hmt.engine.run_summary import RankAccount, RunSummary
 from hmt.engine.scheduling.sequence import Load, SequenceState
 from hmt.engine.snapshot import EngineSnapshot, SnapshotReader
 from hmt.engine.streams import RequestHandle, StreamEvent, TokenStream, completions, nth
@@ -78,6 +78,12 @@ class LoadedModel:
     def plan(self) -> Plan:
         """Where everything lives."""
         return self.prepared.plan
+
+    @property
+    def ranks(self) -> tuple[RankAccount, ...]:
+        """Other processes that compute the model with this one, as they are now.  Never waits."""
+        ranks = self._core.memory.ranks
+        return () if ranks is None else ranks.accounts
 
     def check_images(self, count: int) -> None:
         """Raise RequestError where the model can see none of `count` images."""
@@ -256,7 +262,7 @@ class LoadedModel:
             predicted=self._predictor.decoding(core.accounts.decoded),
             speculation=core.speculator.account.copy(),
             drift=core.runner.drift,
-            ranks=core.memory.ranks.accounts if core.memory.ranks is not None else (),
+            ranks=self.ranks,
         )
 
     def _notes(self) -> tuple[str, ...]:
