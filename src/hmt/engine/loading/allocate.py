@@ -12,7 +12,6 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.images import open_images
-from hmt.engine.loading.demand import is_gpu
 from hmt.engine.loading.device import load_on_devices
 from hmt.engine.loading.disk import open_copies, spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
@@ -133,7 +132,7 @@ def allocate_on(
     try:
         memory = loading.result()
         if ranks is not None:
-            ranks.connect(on_gpu=is_gpu(devices))
+            ranks.connect(devices)
             memory.ranks = ranks
         return memory
     except BaseException:

@@ -17,12 +17,11 @@ from hmt.contracts.step import SchedulerOutput
 from hmt.distributed import RankGroup
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.allocate import allocate
-from hmt.engine.loading.demand import is_gpu
 from hmt.engine.loading.device import device_budgets, open_devices
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prepare import Prepared, prepare
 from hmt.engine.model_runner import ModelRunner
-from hmt.engine.ranks.workers import spoken
+from hmt.engine.ranks.workers import on_gpu, spoken
 from hmt.engine.scheduling.kv_operations import repeat_operations
 from hmt.kernels.cpu.threads import set_threads
 from hmt.memory import Ledger
@@ -83,7 +82,7 @@ def work(
             do, blob = inbox.get()
             match do:
                 case "connect":
-                    worker.group.connect(Path(order["folder"]), on_gpu=is_gpu(devices))
+                    worker.group.connect(Path(order["folder"]), on_gpu=on_gpu(devices))
                 case "step":
                     worker.step(SchedulerOutput.from_json(blob.decode()))
                 case _:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,8 @@ from hmt.contracts.step import SchedulerOutput
 from hmt.distributed import RankGroup
 from hmt.engine.config import EngineConfig
 from hmt.engine.run_summary import RankAccount
+from hmt.kernels.backend_registry import backend_on
+from hmt.memory.device import Device
 from hmt.sandbox.frames import receive, send
 
 _BOOT: Final = (
@@ -94,10 +96,10 @@ class RankWorkers:
             for rank, process in enumerate(self._processes, 1)
         )
 
-    def connect(self, *, on_gpu: bool) -> None:
-        """Wait until all ranks have loaded their part, and let them meet; `on_gpu`: see RankGroup.
+    def connect(self, devices: Sequence[Device]) -> None:
+        """Wait until all ranks have loaded their part, and let them meet.
 
-        Raises what kept a rank from loading.
+        devices   that compute here; none: the CPU does.  Raises what kept a rank from loading.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failure or len(self._ready) == len(self._links))
@@ -105,7 +107,7 @@ class RankWorkers:
                 raise self._failure
         for link in self._links:
             send(link, {"do": "connect"})
-        self.group.connect(self._folder, on_gpu=on_gpu)
+        self.group.connect(self._folder, on_gpu=on_gpu(devices))
 
     def send(self, output: SchedulerOutput) -> None:
         """Let the workers compute a step, too.  Raises RankError once one of them has ended."""
@@ -179,6 +181,11 @@ class RankWorkers:
             link.close()
         self._links.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def on_gpu(devices: Sequence[Device]) -> bool:
+    """Whether ranks that compute on `devices` meet on GPUs, and not in host memory."""
+    return any(not backend_on(device.where).on_host for device in devices)
 
 
 def start_process(link: socket.socket) -> "subprocess.Popen[bytes]":
