@@ -22,6 +22,8 @@ from hmt.base.errors import BudgetError, ConfigError, RankError
 from hmt.engine import EngineConfig, prepare
 from hmt.engine.loading.packs import convert
 from hmt.engine.ranks import workers
+from hmt.hardware import machine
+from hmt.hardware.link_rates import LinkRates
 from hmt.sandbox.frames import receive, send
 
 OPTIONS: dict[str, Any] = {
@@ -135,6 +137,25 @@ def test_weights_that_do_not_fit_are_read_in_the_middle(alone: Callable[..., Ans
             assert model.summary().streamed_bytes
             assert torch.equal(model.logits(TOKENS, range(70), prefill=60), there[0])
     assert_same(there, alone(MINI_MOE))
+
+
+@pytest.mark.parametrize("gpus", ["fake,fake", pytest.param("0,1", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("path", [MINI_DENSE, MINI_MOE], ids=["mini-dense", "mini-moe"])
+def test_each_rank_computes_on_a_gpu_of_its_own(
+    path: Path, gpus: str, monkeypatch: pytest.MonkeyPatch, alone: Callable[..., Answers]
+) -> None:
+    """With room for a part of its weights; real ones meet through NCCL, as processes."""
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
+    if gpus == "fake,fake":
+        with ranks_as_threads():
+            assert_same(answers(path, tp=2, gpus=gpus, gpu_memory="6MiB"), alone(path))
+        return
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    there = answers(path, tp=2, gpus=gpus)
+    one = answers(path, gpus="0")
+    assert there[1] == one[1]
+    torch.testing.assert_close(there[0], one[0], rtol=1e-4, atol=1e-3)
 
 
 def test_a_step_of_any_size_has_the_same_bits() -> None:

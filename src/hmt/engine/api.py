@@ -280,7 +280,7 @@ class LoadedModel:
         """Free all memory.  Requests that still run end with Cancelled.  Does nothing twice."""
         first, self.closed = not self.closed, True
         self._loop.stop(self._core.close)
-        if first:
+        if first and self.prepared.divided is None:  # predictions are of one process
             accounts, name = self._core.accounts, self.prepared.source.path.name
             run_history.keep(self._predictor, self.plan, name, accounts.decoded, accounts.prefilled)
         if self._timeline is not None:

@@ -85,9 +85,11 @@ class ModelRunner:
             return self._run_here(output, viewer, inputs)
         self._ranks.send(output)
         try:
-            return self._run_here(output, viewer, inputs)
+            logits = self._run_here(output, viewer, inputs)
         except Exception as error:
             raise self._ranks.ended(error) from error
+        self._ranks.check()  # a GPU's queue goes on behind a sum that was given up
+        return logits
 
     def _run_here(
         self,

@@ -111,14 +111,18 @@ class RankWorkers:
 
     def send(self, output: SchedulerOutput) -> None:
         """Let the workers compute a step, too.  Raises RankError once one of them has ended."""
-        if self._failure is not None:
-            raise RankError(str(self._failure))
+        self.check()
         blob = output.to_json().encode()
         try:
             for link in self._links:
                 send(link, {"do": "step"}, blob)
         except OSError as error:
             raise self.ended(error) from error
+
+    def check(self) -> None:
+        """Raise RankError once a worker has ended."""
+        if self._failure is not None:
+            raise RankError(str(self._failure))
 
     def ended(self, error: BaseException) -> HMTError:
         """Why a step that all compute has failed, for its requests; no other step can follow it.
