@@ -120,7 +120,7 @@ def test_quantised_weights_have_the_same_added(
 
 @pytest.mark.parametrize("gpus", ["fake", "fake,fake"])
 def test_devices_compute_the_same(gpus: str, adapters: tuple[Path, dict[str, Any]]) -> None:
-    """Where steps without adapters are captured, those with any are not, and the summary says so."""
+    """Steps without adapters are captured, those with any are not, and the summary says so."""
     tokens, found = prompt(29, 30), []
     named = [f"own={adapters[0]}/a3"]
     for device in ({}, {"gpus": gpus, "gpu_memory": "96MiB"}):

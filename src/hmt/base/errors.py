@@ -20,6 +20,7 @@
     ├── DiskWriteError           the disk is full or failed while something was written
     ├── NumericsError            a weight or a result is not a number
     ├── MachineError             the machine lacks what an option needs
+    ├── RankError                one of the processes that compute a model together has ended
     └── Cancelled                the request was cancelled by its owner
 
 A message says what was asked, what there is (in numbers), and what to do.
@@ -105,6 +106,10 @@ class NumericsError(HMTError):
 
 class MachineError(HMTError):
     """This machine lacks something that was asked for explicitly."""
+
+
+class RankError(HMTError):
+    """One of the processes that compute a model together has ended: load the model again."""
 
 
 class Cancelled(HMTError):

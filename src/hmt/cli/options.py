@@ -62,6 +62,16 @@ class EngineOptions:
             "memory without --gpu-memory.",
         ),
     ] = None
+    tp: Annotated[
+        int | None,
+        _compute(
+            help="Processes that divide each layer's heads, widths and experts; each has its part "
+            "of --host-memory, and one of --gpus."
+        ),
+    ] = None
+    ep: Annotated[
+        int | None, _compute(help="Processes that divide each layer's experts alone.")
+    ] = None
     quant: Annotated[
         str | None,
         _compute(

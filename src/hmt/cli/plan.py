@@ -10,6 +10,7 @@ import typer
 
 from hmt.cli.options import EngineOptions, ModelArgument, expand
 from hmt.cli.plan_options import PlanRequest, planned_for
+from hmt.cli.plan_ranks import other_ranks, refuse_ranks
 
 if TYPE_CHECKING:
     from hmt.planner.what_if.scenario import PlanResult, ScenarioPlanner
@@ -54,11 +55,14 @@ def plan(
 ) -> None:
     """Say where a model's weights would live and how fast it would be, without loading it."""
     asked = PlanRequest(model, machine, users, prompt, routing)
+    if explain:
+        refuse_ranks(engine, "--explain looks at other plans")
     planned, outlook, notes = planned_for(engine, asked)
     if json:
         print(json_format.dumps(_as_json(planned, outlook if explain else None), indent=1))
     else:
-        print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes]))
+        others = other_ranks(engine, model, planned.plan)
+        print("\n".join([*_text(planned, outlook, explain=explain, plot=plot), *notes, *others]))
 
 
 def _text(

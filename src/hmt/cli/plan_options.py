@@ -52,7 +52,7 @@ def planned_for(
         setting = _setting_there(asked.machine, engine, config, asked.prompt)
         planned = _or_remedies(lambda: outlook.plan(setting), outlook, setting)
     elif has_weights(Path(source).expanduser()):
-        planned = _for_this_machine(source, config, asked.prompt, outlook, hits)
+        planned = _for_this_machine(source, config.of_rank(0), asked.prompt, outlook, hits)
     else:
         notes = ["", NO_WEIGHTS]
         here = _here(Path(), config, asked.prompt)
@@ -136,7 +136,12 @@ def _setting_there(
 
 
 def _refuse_several(config: "EngineConfig", what: str) -> None:
-    """Raise ConfigError for several GPUs: so far `what` is for one."""
+    """Raise ConfigError for several GPUs or processes: so far `what` is for one."""
+    if config.ranks > 1:
+        raise ConfigError(
+            f"{config.ranks} processes were asked for (tp={config.tp}, ep={config.ep}), and {what} "
+            "with one of them: leave --tp and --ep out"
+        )
     if len(config.gpus or ()) > 1 or len(config.gpu_memory_bytes or ()) > 1:
         raise ConfigError(
             f"several GPUs were asked for, and {what} with one of them: name one with --gpus, and "
@@ -257,7 +262,7 @@ def _for_this_machine(
     try:
         return planned()
     except BudgetError as error:
-        if len(devices) > 1:  # remedies are for one GPU
+        if len(devices) > 1 or config.ranks > 1:  # remedies are for one GPU and one process
             raise
         raise _with_remedies(error, outlook, _here(path, config, prompt)) from None
 

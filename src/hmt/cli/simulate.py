@@ -67,11 +67,13 @@ def simulate(
     from dataclasses import replace
 
     from hmt.cli.plan_options import PlanRequest, planned_for
+    from hmt.cli.plan_ranks import refuse_ranks
     from hmt.planner.cost.cost_model import CostModel
     from hmt.planner.cost.step_costs import StepCosts
     from hmt.planner.cost.workload import workload_of
     from hmt.simulator.simulator import simulate as simulated
 
+    refuse_ranks(engine, "requests are simulated through the plan")
     traffic = _traffic(requests, cell, rate, users, prompt, answer, spread, seconds, seed)
     if engine.context is None:
         engine = replace(engine, context=traffic.longest)

@@ -27,7 +27,7 @@ from hmt.engine.input_processor import InputProcessor
 from hmt.engine.loading.allocate import allocate_draft, allocate_on
 from hmt.engine.loading.prepare import Prepared, PreparedDraft
 from hmt.engine.outputs.output_processor import OutputProcessor, TokenListener
-from hmt.engine.run_summary import RunSummary
+from hmt.engine.run_summary import RankAccount, RunSummary
 from hmt.engine.scheduling.sequence import Load, SequenceState
 from hmt.engine.snapshot import EngineSnapshot, SnapshotReader
 from hmt.engine.streams import RequestHandle, StreamEvent, TokenStream, completions, nth
@@ -106,6 +106,12 @@ class LoadedModel:
         Raises RequestError where there is none of this name.
         """
         self.adapters.use(name)
+
+    @property
+    def ranks(self) -> tuple[RankAccount, ...]:
+        """Other processes that compute the model with this one, as they are now.  Never waits."""
+        ranks = self._core.memory.ranks
+        return () if ranks is None else ranks.accounts
 
     def check_images(self, count: int) -> None:
         """Raise RequestError where the model can see none of `count` images."""
@@ -293,6 +299,7 @@ class LoadedModel:
             predicted=self._predictor.decoding(core.accounts.decoded),
             speculation=core.speculator.account.copy(),
             drift=core.runner.drift,
+            ranks=self.ranks,
         )
 
     def _notes(self) -> tuple[str, ...]:
@@ -310,7 +317,7 @@ class LoadedModel:
         """Free all memory.  Requests that still run end with Cancelled.  Does nothing twice."""
         first, self.closed = not self.closed, True
         self._loop.stop(self._core.close)
-        if first:
+        if first and self.prepared.divided is None:  # predictions are of one process
             accounts, name = self._core.accounts, self.prepared.source.path.name
             run_history.keep(self._predictor, self.plan, name, accounts.decoded, accounts.prefilled)
         if self._timeline is not None:

@@ -11,6 +11,7 @@ from hmt.base.errors import ConfigError
 from hmt.base.log import warn_once
 from hmt.base.units import GIB, parse_bytes
 from hmt.contracts.store import Verify
+from hmt.kernels.cpu.threads import usable_threads
 from hmt.kvcache import KV_EVICTION
 from hmt.kvcache.codecs import CodecName, DiskCodecName
 from hmt.memory import READERS, available_host_bytes
@@ -58,6 +59,10 @@ class EngineConfig:
                           with gpus 90% of what is free
     gpus                  which GPUs, by their numbers, in the order in which layers are spread over
                           them: "0,1"; "fake" to try the tier without one; None: 0
+    tp                    processes that divide each layer's heads, widths and experts
+    ep                    processes that divide each layer's experts, and have the rest whole; with
+                          tp, the same number.  Of several processes each has its part of
+                          host_memory and of threads, and one of gpus
     context               positions of KV over all requests; None: the planner's choice
     adapters              (name, path) of low-rank adapters that requests may name: folders of
                           peft, or GGUF files; given as "NAME=PATH", or several of these
@@ -138,6 +143,8 @@ class EngineConfig:
     host_memory_bytes: int
     gpu_memory_bytes: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
+    tp: int = 1
+    ep: int = 1
     context: int | None = None
     adapters: tuple[tuple[str, Path], ...] = ()
     adapter_memory_bytes: int | None = None
@@ -229,7 +236,29 @@ class EngineConfig:
             _with_profile(values)
         _check(values)
         values["verify_reads"] = Verify(values.get("verify_reads", Verify.FIRST))
-        return EngineConfig(**values)
+        config = EngineConfig(**values)
+        check_ranks(config)
+        return config
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute a model together."""
+        return max(self.tp, self.ep)
+
+    def of_rank(self, rank: int) -> "EngineConfig":
+        """What one of these processes is told: its part of the memory and of the threads."""
+        if self.ranks == 1:
+            return self
+        sizes = self.gpu_memory_bytes
+        if sizes is not None and len(sizes) > 1:
+            sizes = sizes[rank : rank + 1]
+        return replace(
+            self,
+            host_memory_bytes=self.host_memory_bytes // self.ranks,
+            threads=self.threads or max(1, usable_threads() // self.ranks),
+            gpus=None if self.gpus is None else self.gpus[rank : rank + 1],
+            gpu_memory_bytes=sizes,
+        )
 
     @property
     def on_gpu(self) -> bool:
@@ -237,6 +266,49 @@ class EngineConfig:
         if self.gpu_memory_bytes is None:
             return self.gpus is not None
         return any(self.gpu_memory_bytes)
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raise ConfigError for options that several processes do not have yet."""
+    if config.ranks == 1:
+        return
+    asked = f"tp={config.tp} and ep={config.ep}"
+    if 1 < min(config.tp, config.ep) < config.ranks:
+        raise ConfigError(
+            f"{asked}: processes divide both, so give the same number, or one of them"
+        )
+    reasons = {
+        "goal": (config.goal, "the search for a plan chooses for one process"),
+        "profile": (config.profile, "a profile says what one process gets"),
+        "kv_gpu_memory": (
+            config.kv_gpu_memory_bytes,
+            "each process keeps its heads' keys and values",
+        ),
+        "prefix_cache": (
+            config.prefix_cache,
+            "other processes do not hear of pages that are shared",
+        ),
+        "adapters": (
+            config.adapters or config.adapter_memory_bytes,
+            "a process has its part of a layer, and an adapter all of it",
+        ),
+        "fallback_model": (config.fallback_model, "precision is raised by one process"),
+        "speculate": (
+            config.speculate.startswith(("mtp", "draft")) or None,
+            "a draft model computes beside a model of one process",
+        ),
+        "numa": (config.numa, "it binds one process"),
+        "trace": (config.trace, "it is of one process"),
+        "expert_trace": (config.expert_trace, "it is of one process"),
+    }
+    for name, (given, reason) in reasons.items():
+        if given:
+            raise ConfigError(f"{name} and {asked} were asked for, and {reason}: leave one out")
+    if config.on_gpu and len(config.gpus or ("0",)) != config.ranks:
+        raise ConfigError(
+            f"{asked} with {len(config.gpus or ('0',))} GPUs: give each process one, as in "
+            f"gpus={','.join(map(str, range(config.ranks)))}"
+        )
 
 
 def _by_new_names(options: dict[str, Any]) -> dict[str, Any]:
@@ -361,6 +433,8 @@ def _check(values: dict[str, Any]) -> None:
         "disk_depth": 1,
         "disk_chunk_bytes": 4096,
         "threads": 1,
+        "tp": 1,
+        "ep": 1,
     }
     for name, minimum in least.items():
         value = values.get(name, minimum)

@@ -33,7 +33,8 @@ class Engine:
         Binds the calling thread, and all that it starts later, to `numa` if asked to, and sets the
         threads of torch and of the compiled kernels.
         """
-        self.config = EngineConfig.resolve(**options)
+        self._all_ranks = EngineConfig.resolve(**options)
+        self.config = self._all_ranks.of_rank(0)
         self._devices = open_devices(self.config)
         self._binding, self._elsewhere = Binding(), dict[int, int]()
         if self.config.numa is not None:
@@ -74,7 +75,8 @@ class Engine:
                 f"{error}.  Other models of this engine hold {format_bytes(taken)}: close one, or "
                 "give the engine more host_memory"
             ) from error
-        model = LoadedModel(prepared, self.config, self._ledger, progress, self._devices, draft)
+        config = self._all_ranks
+        model = LoadedModel(prepared, config, self._ledger, progress, self._devices, draft)
         self._models = [other for other in self._models if not other.closed]
         self._models.append(model)
         return model

@@ -59,7 +59,8 @@ class EngineCore:
         def scope(sequence: SequenceState) -> str:
             return scope_of(sequence, border, shared=config.prefix_shared)
 
-        self.runner = ModelRunner(prepared, config, memory, tracer, watched=True)
+        watched = prepared.divided is None  # of several ranks none raises precision by itself
+        self.runner = ModelRunner(prepared, config, memory, tracer, watched=watched)
         self.speculator = open_speculator(
             prepared, config, memory, scope, tracer, self.runner.verifies, self._kv_of
         )

@@ -51,6 +51,7 @@ class ModelRunner:
         Raises ConfigError where these are damaged.
         """
         self._images = memory.images
+        self._ranks = memory.ranks
         self._weights = memory.layer_weights(prepared.plan)
         observers, self.expert_prefetcher = open_observers(
             prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
@@ -80,6 +81,22 @@ class ModelRunner:
         `kv_operations` say.  `viewer` is shown its scored and its pooled rows; `inputs` are
         those of a Step.  Raises what `Executor.run` raises; then `abandon` ends what it left open.
         """
+        if self._ranks is None:
+            return self._run_here(output, viewer, inputs)
+        self._ranks.send(output)
+        try:
+            logits = self._run_here(output, viewer, inputs)
+        except Exception as error:
+            raise self._ranks.ended(error) from error
+        self._ranks.check()  # a GPU's queue goes on behind a sum that was given up
+        return logits
+
+    def _run_here(
+        self,
+        output: SchedulerOutput,
+        viewer: PromptOutputSource | None,
+        inputs: torch.Tensor | None,
+    ) -> torch.Tensor:
         raised = [segment for segment in output.segments if segment.raised]
         if not raised:
             logits = self._run(self.executor, output, viewer, inputs)

@@ -217,6 +217,20 @@ class DeviceAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class RankAccount:
+    """Another process that computes a model with this one.
+
+    number    of the rank; this process is 0
+    failure   why no step can be computed any more; "" while steps can
+    """
+
+    number: int
+    pid: int
+    alive: bool
+    failure: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """A run's account.
 
@@ -234,6 +248,7 @@ class RunSummary:
     predicted             what the plan predicted of the steps that were computed
     speculation           what guesses of next tokens gave
     drift                 requests whose activations left those of calibration; None: not watched
+    ranks                 other processes that compute the model; empty where this one does alone
     """
 
     prompt: Phase
@@ -254,6 +269,7 @@ class RunSummary:
     predicted: StepPrediction | None = None
     speculation: SpeculationAccount = field(default_factory=SpeculationAccount)
     drift: DriftAccount | None = None
+    ranks: tuple[RankAccount, ...] = ()
 
     @property
     def bottleneck(self) -> Bottleneck | None:

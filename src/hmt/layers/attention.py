@@ -8,10 +8,11 @@ from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.model import KVKind, KVLayer
+from hmt.contracts.sharding import RankShare
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache
 from hmt.kernels import ops
-from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.linear import Params, linear_params, project, project_share
 from hmt.layers.norm import RMSNorm
 from hmt.layers.rope import Rotary
 
@@ -26,6 +27,7 @@ class Attention:
     softcap      bound of the scores; 0 for none
     head_norm    norm of each head of queries and keys, before they are rotated
     sinks        each head has one more score, learned, that has no value (arXiv 2309.17453)
+    share        of the rank that has these heads, and others the others; None: there are no others
     inputs       what kernels need to know of all this
     """
 
@@ -42,6 +44,7 @@ class Attention:
     output_bias: bool = False
     head_norm: RMSNorm | None = None
     sinks: bool = False
+    share: RankShare | None = None
     inputs: ops.AttentionInputs = field(init=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +110,8 @@ class Attention:
         out = kv.append_attend(layer, step, heads, **options)
         if step.has_blocks:
             self.attend_within_blocks(out, heads, layer, step, kv)
+        if self.share is not None:
+            return project_share(out, params, "o_proj", self.share)
         return project(out, params, "o_proj")
 
     def attend_within_blocks(

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec
+from hmt.contracts.sharding import RankShare
 from hmt.contracts.store import HostFeedForward
 from hmt.kernels import fused_ops, ops
-from hmt.layers.linear import Params, linear_params, project
+from hmt.layers.linear import Params, linear_params, project, project_share
 from hmt.layers.norm import RMSNorm
 
 
@@ -20,6 +21,8 @@ class GatedFFN:
                  "clamped_silu"
     prefix       of local names, where a block holds other parameters of the same kind
     own_gate     Otherwise up is the gate as well: with "relu" that is the square of relu(up(x)).
+    share        of the rank that has this width of a dense network, or that has some of the routed
+                 experts; None: this process has all
     """
 
     hidden_size: int
@@ -28,6 +31,7 @@ class GatedFFN:
     bias: bool = False
     prefix: str = ""
     own_gate: bool = True
+    share: RankShare | None = None
 
     @property
     def activation_width(self) -> int:
@@ -49,13 +53,15 @@ class GatedFFN:
 
     def __call__(self, x: Tensor, params: Params) -> Tensor:
         """x [tokens, hidden_size] to [tokens, hidden_size]."""
+        return project(self.inner(x, params), params, f"{self.prefix}down_proj")
+
+    def inner(self, x: Tensor, params: Params) -> Tensor:
+        """What `down` multiplies, of x [tokens, hidden_size]: [tokens, width]."""
         names = (f"{self.prefix}gate_proj", f"{self.prefix}up_proj")
         if self.own_gate:
-            hidden = fused_ops.linear_gated(x, params, names, self.activation)
-        else:
-            up = project(x, params, names[1])
-            hidden = ops.gated(up, up, self.activation)
-        return project(hidden, params, f"{self.prefix}down_proj")
+            return fused_ops.linear_gated(x, params, names, self.activation)
+        up = project(x, params, names[1])
+        return ops.gated(up, up, self.activation)
 
     def where_it_lies(self, x: Tensor, params: Params) -> Tensor:
         """The same, computed on the device that has the parameters, which may be another than x's.
@@ -103,8 +109,25 @@ class ResidualFFN:
 
         Weights of the norms are `norm` and `post_norm` of `params`.  Returns hidden.
         """
+        if self.ffn.share is not None:
+            return self._add_share(hidden, x, params, self.ffn.share)
         if isinstance(params, HostFeedForward):
             params.compute(hidden, x, self.layer)
         else:
             ops.feed_forward(hidden, x, params, self.layer)
+        return hidden
+
+    def _add_share(
+        self, hidden: Tensor, x: Tensor | None, params: Params, share: RankShare
+    ) -> Tensor:
+        """The same where each rank has a part of the network's width."""
+        assert self.factors == (1.0, 1.0)
+        if not self.pre_norm:
+            normed = hidden if x is None else hidden.add_(x)
+        elif x is None:
+            normed = self.norm(hidden, params["norm"])
+        else:
+            normed = self.norm.add(hidden, x, params["norm"])
+        out = project_share(self.ffn.inner(normed, params), params, "down_proj", share)
+        hidden += self.norm(out, params["post_norm"]) if self.post_norm else out
         return hidden

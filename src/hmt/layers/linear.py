@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hmt.contracts.blocks import ParamSpec, Role
 from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.sharding import RankShare
 from hmt.kernels import ops
 
 Params = Mapping[str, WeightTensor]  # a leased block's parameters, by local name
@@ -25,3 +26,13 @@ def project(x: Tensor, params: Params, name: str) -> Tensor:
     """Linear layer `name` of a block, with its bias if any: [tokens, in] to [tokens, out]."""
     bias = params.get(f"{name}_bias")
     return ops.linear(x, params[name], None if bias is None else bias.data)
+
+
+def project_share(x: Tensor, params: Params, name: str, share: RankShare) -> Tensor:
+    """`project` where each rank has some columns of the weight, and x [tokens, these].
+
+    All ranks have the bias: it is added once, to the sum (Megatron-LM, arXiv 1909.08053).
+    """
+    total = share.collective.add(ops.linear(x, params[name], None))
+    bias = params.get(f"{name}_bias")
+    return total if bias is None else total + bias.data.to(total.dtype)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
+from hmt.contracts.sharding import RankShare
 from hmt.contracts.store import Priority, Weights
 from hmt.kernels import fused_ops, ops
 from hmt.layers.ffn import GatedFFN
@@ -29,11 +30,16 @@ class Routing:
     ending: Callable[..., Tensor] | None = None
     _blocks: list[BlockId] = field(default_factory=list)
 
-    def blocks(self, layer: int) -> list[BlockId]:
-        """The chosen experts of `layer`, the routing's own, each once, in ascending order."""
+    def blocks(self, layer: int, share: RankShare | None = None) -> list[BlockId]:
+        """The chosen experts of `layer`, the routing's own, each once, in ascending order.
+
+        share   of the rank whose experts are wanted alone
+        """
         if not self._blocks:
             # For the 8 experts of one token, `unique` takes five times as long.
             chosen = {expert for token in self.experts.tolist() for expert in token}
+            if share is not None and (own := share.experts) is not None:
+                chosen.intersection_update(range(own.first, own.end))
             self._blocks = [BlockId(layer, BlockKind.EXPERT, expert) for expert in sorted(chosen)]
         return self._blocks
 
@@ -274,11 +280,11 @@ def request_experts(
 
     hidden [tokens, hidden_size] is what the router saw, before its norm, and x after it.
     """
-    backend = weights.moe_backend(layer)
+    backend = None if expert.share is not None else weights.moe_backend(layer)
     if backend is not None:
         routing.ending = backend.begin(x, routing.experts, routing.scales, expert.activation)
         return
-    weights.request(routing.blocks(layer), Priority.DEMAND)
+    weights.request(routing.blocks(layer, expert.share), Priority.DEMAND)
     weights.routed(layer, hidden, routing.experts, routing.scales)
 
 
@@ -289,12 +295,12 @@ def routed_experts(
 
     Leases only chosen experts, always in ascending order, as many at a time as are there: the sum,
     kept in f32, does not depend on which expert arrived first.  A backend adds up what each of its
-    places has computed.
+    places has computed.  With a share, those of the other ranks are in the sum, too.
     """
     assert not expert.prefix
     if routing.ending is not None:
         return routing.ending()
-    blocks = routing.blocks(layer)
+    blocks = routing.blocks(layer, expert.share)
     total = None
     done = 0
     with weights.lease_each(blocks) as groups:
@@ -309,7 +315,8 @@ def routed_experts(
                 total,
                 last=done == len(blocks),
             )
-    return torch.zeros_like(x) if total is None else total
+    found = torch.zeros_like(x) if total is None else total
+    return found if expert.share is None else expert.share.collective.add(found)
 
 
 def add_routed_experts(

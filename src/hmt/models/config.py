@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.utils import import_utils
 
 from hmt.base.errors import CheckpointError
+from hmt.contracts.sharding import RankShare
 from hmt.layers import (
     Attention,
     GatedFFN,
@@ -373,6 +374,7 @@ def attention(config: Config, turned_by: Rotary, **differences: Any) -> Attentio
         "rotary": turned_by,
         "norm": norm(config),
         "scale": dim**-0.5,
+        "share": divided(config, "heads"),
     }
     return Attention(**(fields | differences))
 
@@ -406,9 +408,24 @@ def gated_ffn(config: Config, width: int | None = None, **differences: Any) -> G
     return GatedFFN(config.hidden_size, width, function, **differences)
 
 
+def expert_ffn(config: Config, width: int | None = None) -> GatedFFN:
+    """One routed expert, as wide as said or as a dense network; ranks may have some of them."""
+    return gated_ffn(config, width, share=divided(config, "experts"))
+
+
 def residual_ffn(config: Config, **differences: Any) -> ResidualFFN:
     """The second half of a dense layer; `differences` are fields of GatedFFN."""
-    return ResidualFFN(gated_ffn(config, **differences), norm(config))
+    ffn = gated_ffn(config, share=divided(config, "width"), **differences)
+    return ResidualFFN(ffn, norm(config))
+
+
+def divided(config: Config, part: str) -> RankShare | None:
+    """The share of the rank that a model is made for, where it divides `part`; else None.
+
+    part   "heads", "width" or "experts"
+    """
+    share: RankShare | None = getattr(config, "share", None)
+    return None if share is None or getattr(share, part) is None else share
 
 
 def first_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from typing_extensions import override
 from hmt.base.units import MIB, round_up
 from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import KVLayer, LayerState, Model, ModelSpec
+from hmt.contracts.sharding import RankShare
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, ResidentBlock, Weights
 from hmt.kernels import fused_ops, ops
@@ -19,6 +21,7 @@ from hmt.models.config import Config, max_context, rotaries
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
 _OUTPUT = "lm_head.weight"
 _NO_SOURCES: Mapping[int, int] = {}
+_RANKS = "several processes compute each layer, and wait for one another in it"
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
 
 
@@ -27,7 +30,11 @@ class Decoder(ABC, Model):
 
     A family sets up its layers, then calls this constructor; it names its parameters in
     `layer_params` and computes one layer in `layer`.
+
+    divides   what of its layers several processes may divide: see `models.sharding`
     """
+
+    divides: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -59,6 +66,7 @@ class Decoder(ABC, Model):
         from `router_block`.
         """
         self.dtype = dtype
+        self._share: RankShare | None = getattr(config, "share", None)
         self._embedding_factor, self._logit_factor = embedding_factor, logit_factor
         self._logit_softcap = logit_softcap
         self._norm = norm
@@ -75,17 +83,23 @@ class Decoder(ABC, Model):
             blocks=(
                 _embedding(config, table_name),
                 *tables,
-                *(block for index in range(layers) for block in self.layer_params(index)),
-                *_head(config, self.final_params(norm_name), table_name),
+                *(
+                    block
+                    for index in range(layers)
+                    for block in self.layer_params(index)
+                    if _has(self._share, block.id)
+                ),
+                *_head(config, self.final_params(norm_name), table_name, self._share),
             ),
             kv=tuple(kv),
             activation_width=activation_width,
             piece_width=piece_width,
             attention_heads=config.num_attention_heads if any(kv) else 0,
             experts_per_token=0 if router is None else router.top_k,
-            together=all(self.fusable_layer(index) is not None for index in range(layers)),
+            together=self._share is None
+            and all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
-            uncaptured=uncaptured,
+            uncaptured=uncaptured if self._share is None else _RANKS,
             kv_sources=kv_sources,
             state=tuple(state),
             rotary_border=common_border(rotary.border for rotary in self._rotaries),
@@ -132,6 +146,8 @@ class Decoder(ABC, Model):
 
     @override
     def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
+        if self._share is not None:
+            return None
         usual = [layer for layer in map(self.fusable_layer, layers) if layer is not None]
         if len(usual) < len(layers):
             return None
@@ -238,8 +254,19 @@ def _embedding(config: Config, table_name: str) -> BlockSpec:
     return BlockSpec(_EMBEDDING, (table,))
 
 
-def _head(config: Config, before: Sequence[ParamSpec], table_name: str) -> Iterator[BlockSpec]:
+def _has(share: RankShare | None, block: BlockId) -> bool:
+    """Whether a rank has a layer's block."""
+    if share is None or share.experts is None or block.kind is not BlockKind.EXPERT:
+        return True
+    return share.experts.first <= block.index < share.experts.end
+
+
+def _head(
+    config: Config, before: Sequence[ParamSpec], table_name: str, share: RankShare | None
+) -> Iterator[BlockSpec]:
     """`before`: parameters of what comes before the first product."""
+    if share is not None and not share.has_head:
+        return
     vocab, hidden = config.vocab_size, config.hidden_size
     # A head in the file is the head, also where the configuration ties it to the embedding, as in
     # transformers.

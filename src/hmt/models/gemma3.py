@@ -10,7 +10,16 @@ from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
 from hmt.layers import FusableLayer, GatedFFN, ResidualFFN, RMSNorm
-from hmt.models.config import Config, activation, attention, head_dim, require, rotary, windows
+from hmt.models.config import (
+    Config,
+    activation,
+    attention,
+    divided,
+    head_dim,
+    require,
+    rotary,
+    windows,
+)
 from hmt.models.decoder import Decoder, attention_block, ffn_block
 
 
@@ -20,6 +29,8 @@ class Gemma3(Decoder):
     Norm weights are centred on zero, embeddings are scaled by sqrt(hidden_size), query and key
     heads are normed before rotation, the FFN is gated by a GELU.
     """
+
+    divides = ("heads", "width")
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "use_bidirectional_attention", False, None)
@@ -41,7 +52,10 @@ class Gemma3(Decoder):
             for kind, window in layers
         ]
         gated = GatedFFN(
-            config.hidden_size, config.intermediate_size, activation(config, "hidden_activation")
+            config.hidden_size,
+            config.intermediate_size,
+            activation(config, "hidden_activation"),
+            share=divided(config, "width"),
         )
         self.ffn = ResidualFFN(gated, self.norm, post_norm=True)
         # Rounded to the dtype of activations: in bf16, sqrt(3840) is 62.0, as it was in training.

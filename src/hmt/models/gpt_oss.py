@@ -17,7 +17,16 @@ from hmt.layers import (
     request_experts,
     routed_experts,
 )
-from hmt.models.config import Config, attention, check_experts, norm, require, rotary, windows
+from hmt.models.config import (
+    Config,
+    attention,
+    check_experts,
+    divided,
+    norm,
+    require,
+    rotary,
+    windows,
+)
 from hmt.models.decoder import Decoder, attention_block, expert_block, router_block
 
 
@@ -28,6 +37,8 @@ class GptOss(Decoder):
     Checkpoints keep all experts of a layer in one tensor, and a gate's and an up projection's rows
     interleaved; `formats` finds each expert's own under the names that are used here.
     """
+
+    divides = ("heads", "experts")
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "hidden_act", "silu")
@@ -49,7 +60,11 @@ class GptOss(Decoder):
             bias=True,
         )
         self.expert = GatedFFN(
-            config.hidden_size, config.intermediate_size, "clamped_swish", bias=True
+            config.hidden_size,
+            config.intermediate_size,
+            "clamped_swish",
+            bias=True,
+            share=divided(config, "experts"),
         )
         super().__init__(
             config,

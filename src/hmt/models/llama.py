@@ -17,6 +17,8 @@ from hmt.models.decoder import Decoder, attention_block, ffn_block
 class Llama(Decoder):
     """Norms before attention and FFN, grouped queries, rotary positions, a gated SiLU."""
 
+    divides = ("heads", "width")
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
         biased = config.attention_bias

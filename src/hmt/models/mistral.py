@@ -17,6 +17,8 @@ from hmt.models.decoder import Decoder, attention_block, ffn_block
 class Mistral(Decoder):
     """Llama without biases; all layers see a sliding window where the configuration has one."""
 
+    divides = ("heads", "width")
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
         self.attention = attention(config, rotary(config), window=config.sliding_window or 0)

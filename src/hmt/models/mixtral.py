@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,12 +21,14 @@ from hmt.layers import (
     request_experts,
     routed_experts,
 )
-from hmt.models.config import Config, attention, check_experts, gated_ffn, norm, require, rotary
+from hmt.models.config import Config, attention, check_experts, expert_ffn, norm, require, rotary
 from hmt.models.decoder import Decoder, attention_block, expert_block, router_block
 
 
 class Mixtral(Decoder):
     """Mistral with experts in place of the FFN; each token goes to the most probable few."""
+
+    divides: ClassVar[tuple[str, ...]] = ("heads", "experts")
 
     attention: Attention | PostNormAttention
     router: SoftmaxRouter | BiasedSigmoidRouter
@@ -35,7 +38,7 @@ class Mixtral(Decoder):
         self.attention = self._attention_of(config)
         check_experts(config, config.num_local_experts)
         self.router = self._router_of(config)
-        self.expert = gated_ffn(config)
+        self.expert = expert_ffn(config)
         super().__init__(
             config,
             dtype,
@@ -95,6 +98,8 @@ class Mixtral(Decoder):
 
 class MiniMaxM2(Mixtral):
     """Experts by sigmoids with a bias; queries and keys of all heads are normed as one row."""
+
+    divides: ClassVar[tuple[str, ...]] = ("experts",)
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "scoring_func", "sigmoid")

@@ -20,6 +20,8 @@ class Phi3(Decoder):
     Long-context versions turn only part of each head, by LongRoPE.
     """
 
+    divides = ("heads", "width")
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
         self.attention = attention(config, rotary(config), window=config.sliding_window or 0)

@@ -17,6 +17,8 @@ from hmt.models.decoder import Decoder, attention_block, ffn_block
 class Qwen2(Decoder):
     """Llama with biases on queries, keys and values; some layers may see a sliding window."""
 
+    divides = ("heads", "width")
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
         turned_by = rotary(config)

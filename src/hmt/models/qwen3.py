@@ -21,7 +21,7 @@ from hmt.models.config import (
     Config,
     attention,
     check_experts,
-    gated_ffn,
+    expert_ffn,
     head_dim,
     norm,
     residual_ffn,
@@ -33,6 +33,8 @@ from hmt.models.decoder import Decoder, attention_block, expert_block, ffn_block
 
 class Qwen3(Decoder):
     """Llama with a norm of each query and key head before rotation; no biases as published."""
+
+    divides = ("heads", "width")
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
@@ -88,6 +90,8 @@ class Qwen3(Decoder):
 class Qwen3Moe(Decoder):
     """Qwen3 with many small experts in place of the FFN, in all layers or in some."""
 
+    divides = ("heads", "width", "experts")
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.norm = norm(config)
         self.attention = attention(
@@ -106,7 +110,7 @@ class Qwen3Moe(Decoder):
             config.num_experts_per_tok,
             renormalise=config.norm_topk_prob,
         )
-        self.expert = gated_ffn(config, config.moe_intermediate_size)
+        self.expert = expert_ffn(config, config.moe_intermediate_size)
         self.sparse = [
             index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
             for index in range(config.num_hidden_layers)

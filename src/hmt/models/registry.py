@@ -161,6 +161,19 @@ def open_model(config: Mapping[str, Any], path: Path, dtype: torch.dtype) -> Mod
         return _checked(family(read_config(config, model_type), dtype))
 
 
+def family_of(
+    config: Mapping[str, Any], path: Path
+) -> tuple[Callable[[Config, torch.dtype], Model], Config]:
+    """HMT's own family of a parsed config.json, which has one, and what the family reads of it.
+
+    Raises CheckpointError.
+    """
+    with errors_of(path):
+        text = text_part(config) or config
+        model_type, family = _FAMILIES[text["architectures"][0]]
+        return family, read_config(text, model_type)
+
+
 @contextmanager
 def errors_of(path: Path) -> Iterator[None]:
     """Let errors of making a model of a config.json name the file, as CheckpointError.

@@ -104,8 +104,10 @@ def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
 def _add_watching(app: FastAPI, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        """Whether the process answers."""
-        return {"status": "ok"}
+        """Whether the process answers, and others that compute the model with it run."""
+        ranks = app.state.service.model.ranks
+        up = {str(rank.number): rank.alive and not rank.failure for rank in ranks}
+        return {"status": "ok"} | ({"ranks": {"0": True, **up}} if ranks else {})
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -113,7 +115,8 @@ def _add_watching(app: FastAPI, metrics: Metrics) -> None:
         service = app.state.service
         gate, closed = service.limit, service.model.closed
         full = gate.inside >= gate.running + gate.waiting
-        state = "closed" if closed else "full" if full else "ready"
+        failed = any(rank.failure for rank in service.model.ranks)
+        state = "closed" if closed else "failed" if failed else "full" if full else "ready"
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
     @app.get("/metrics")

@@ -179,6 +179,10 @@ def _work(summary: RunSummary) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "hmt_speculation_saved_seconds", "Time that drafts saved", value=drafts.saved_s
     )
+    if summary.ranks:
+        text = "Whether a process that computes the model with the server's runs, by rank"
+        runs = {str(rank.number): float(rank.alive and not rank.failure) for rank in summary.ranks}
+        yield _labelled(GaugeMetricFamily, "hmt_rank_up", text, "rank", runs)
     if (drift := summary.drift) is not None:
         yield CounterMetricFamily(
             "hmt_drifted_requests", "Answers that went on in higher precision", value=drift.requests

@@ -6,6 +6,7 @@ from hmt.weights.experts.moe_backends import experts_alike_by_layer
 from hmt.weights.layout import BlockLayout, lay_out, with_int8_activations
 from hmt.weights.naming import named
 from hmt.weights.precise_view import PreciseView
+from hmt.weights.sharding import bind_share, cut_packed, units_of
 from hmt.weights.store.block_store import WeightStore
 from hmt.weights.store.device_encoder import DeviceEncoder
 from hmt.weights.store.device_state import DeviceCounters

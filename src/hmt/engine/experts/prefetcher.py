@@ -34,12 +34,10 @@ class ExpertPrefetcher(StepObserver):
         self._trust = Trust()
         self._trial = ABGate()
         self._prefetched: dict[int, list[tuple[int, Kind]]] = {}  # by layer: absent experts
-        sizes = [
-            weights.slot_bytes(block.id)
-            for block in model.spec.blocks
-            if block.id.kind is BlockKind.EXPERT
-        ]
-        self._most = plan.reserved["slots"] // _SLOT_SHARE // max(sizes)
+        experts = [b.id for b in model.spec.blocks if b.id.kind is BlockKind.EXPERT]
+        self._own = frozenset(experts)  # other ranks may have others, which routers choose, too
+        most = max(map(weights.slot_bytes, experts))
+        self._most = plan.reserved["slots"] // _SLOT_SHARE // most
 
     @property
     def saved_s(self) -> float:
@@ -79,7 +77,8 @@ class ExpertPrefetcher(StepObserver):
         absent = [
             (expert, kind)
             for expert, kind in candidates(guess or [], source)
-            if self._weights.presence(_block(layer, expert)) is not Presence.HIT
+            if _block(layer, expert) in self._own
+            and self._weights.presence(_block(layer, expert)) is not Presence.HIT
         ]
         self._prefetched[layer] = absent
         blocks = [_block(layer, expert) for expert, kind in absent if self._trust.probable(kind)]

@@ -19,6 +19,7 @@ from hmt.engine.loading.kv import open_kv
 from hmt.engine.loading.memory import LoadedDraft, Memory
 from hmt.engine.loading.prefix_cache import open_prefixes
 from hmt.engine.loading.prepare import Prepared, PreparedDraft
+from hmt.engine.ranks import RankWorkers, start_workers
 from hmt.memory import Account, HostPool, Ledger, keep_freed_activations
 from hmt.memory.device import Device
 from hmt.weights import WeightStore, open_policy
@@ -117,7 +118,12 @@ def allocate_on(
     progress: Callable[[int, int], None] | None,
     devices: Sequence[Device],
 ) -> Memory:
-    """`allocate` on the loop's thread; whatever interrupts the waiting caller ends it cleanly."""
+    """`allocate` on the loop's thread; whatever interrupts the waiting caller ends it cleanly.
+
+    `config` is that of all ranks, where several compute the model: the others load their parts
+    meanwhile.
+    """
+    ranks = _start_ranks(prepared, config)
     interrupted = threading.Event()
 
     def report(done: int, total: int) -> None:
@@ -128,13 +134,33 @@ def allocate_on(
 
     loading = loop.begin(lambda: allocate(prepared, config, ledger, tracer, report, devices))
     try:
-        return loading.result()
+        memory = loading.result()
+        if ranks is not None:
+            ranks.connect(devices)
+            memory.ranks = ranks
+        return memory
     except BaseException:
         interrupted.set()
         loop.stop()
+        if ranks is not None:
+            ranks.close()
         if loading.exception() is None:  # it had just ended
             loading.result().close()
         raise
+
+
+def _start_ranks(prepared: Prepared, config: EngineConfig) -> RankWorkers | None:
+    """The other processes that compute the model; None: there are none."""
+    if prepared.divided is None:
+        return None
+    plan = prepared.plan
+    return start_workers(
+        prepared.source.path,
+        config,
+        prepared.divided.share.collective,
+        kv_tokens=plan.kv_tokens,
+        max_prefill_tokens=plan.max_prefill_tokens,
+    )
 
 
 def allocate_draft(

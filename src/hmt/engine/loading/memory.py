@@ -12,6 +12,7 @@ from hmt.engine.images import ImageStore
 from hmt.engine.loading.adapters import Adapters
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.loading.prepare import PreparedDraft
+from hmt.engine.ranks import RankWorkers
 from hmt.engine.run_summary import DeviceAccount, ExpertAccount
 from hmt.kvcache import AnyKV, SplitKVCache, TieredKV
 from hmt.kvcache.prefix import PrefixCache
@@ -35,6 +36,7 @@ class Memory:
     draft: "LoadedDraft | None" = None
     images: ImageStore | None = None
     copies: WeightStore | None = None
+    ranks: RankWorkers | None = None
 
     @property
     def on_device(self) -> OnDevice | None:
@@ -102,6 +104,8 @@ class Memory:
 
     def close(self) -> None:
         """Free it all."""
+        if self.ranks is not None:
+            self.ranks.close()
         if self.draft is not None:
             self.draft.memory.close()
         self.closing.close()

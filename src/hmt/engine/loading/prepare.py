@@ -22,9 +22,10 @@ from hmt.engine.loading.demand import (
     kv_budgets,
     usual_format,
 )
+from hmt.engine.loading.division import divide
 from hmt.engine.loading.kv_scales import with_scales
 from hmt.engine.loading.planning import check_physical, planned
-from hmt.engine.loading.source import Source, open_source
+from hmt.engine.loading.source import Divided, Source, open_source
 from hmt.hardware.machine import machine_for, with_device
 from hmt.memory.device import Device
 from hmt.models import DraftBlock, MixtureOfRecursions, open_model, with_vision
@@ -40,6 +41,7 @@ class Prepared:
     headless   it has no output layer, and can be asked for embeddings only
     copies     blocks in higher precision, for which the plan leaves room; None: there are none
     adapters   by name, those that options name
+    divided    what several processes compute, of which this one has a share; None: it has all
     """
 
     source: Source
@@ -52,6 +54,7 @@ class Prepared:
     headless: bool = False
     copies: Copies | None = None
     adapters: NamedAdapters = field(default_factory=dict)
+    divided: Divided | None = None
 
     def check_head(self, *, needed: bool) -> None:
         """Raise RequestError where an output layer is needed and there is none."""
@@ -113,15 +116,21 @@ def prepare(
     host_bytes: int | None = None,
     devices: Sequence[Device] = (),
     device_bytes: Sequence[int] = (),
+    rank: int = 0,
 ) -> Prepared:
     """Read headers and configuration of a checkpoint or pack, and decide where everything goes.
 
     `host_bytes` and `device_bytes` are what is left of the budgets for this model; None: all of the
-    host's.  `devices` are those that the model may use.
+    host's.  `devices` are those that the model may use.  `rank` is this process, of those that
+    compute the model together; it has its own part of the budgets.
 
     Raises CheckpointError, ConfigError or BudgetError; see hmt.base.errors.
     """
     source, model = open_parts(path, config, on_gpu=is_gpu(devices))
+    if config.ranks > 1:
+        model, divided = divide(source, model, config, rank)
+        own = prepare_model(source, model, config, host_bytes, devices, device_bytes, divided)
+        return replace(own, divided=divided)
     copies, left = None, host_bytes
     if config.fallback_model is not None:
         copies, left = copies_within(config, model, host_bytes, on_cpu=not device_bytes)
@@ -151,10 +160,12 @@ def prepare_model(
     host_bytes: int | None = None,
     devices: Sequence[Device] = (),
     device_bytes: Sequence[int] = (),
+    divided: Divided | None = None,
 ) -> Prepared:
-    """`prepare` for a model whose tensors a checkpoint has."""
+    """`prepare` for a model whose tensors a checkpoint has; `divided`: see Source.weights."""
+    exact = config.activations == "exact"
     weights = source.weights(
-        model.spec, config.quantization, exact_activations=config.activations == "exact"
+        model.spec, config.quantization, exact_activations=exact, divided=divided
     )
     kv_quant = with_scales(config.kv_quant, source)
     adapters = named_adapters(config, source, model)

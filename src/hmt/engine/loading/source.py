@@ -10,6 +10,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec
 from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.encoding import Encoding, Packing
 from hmt.contracts.model import ModelSpec
+from hmt.contracts.sharding import RankShare
 from hmt.formats import open_checkpoint
 from hmt.models import with_architecture
 from hmt.quant import Format, Scheme, Sensitive, parse_scheme, read_sensitive
@@ -17,9 +18,12 @@ from hmt.text import Tokenizer
 from hmt.weights import (
     BlockLayout,
     bind,
+    bind_share,
+    cut_packed,
     lay_out,
     named,
     published_bytes,
+    units_of,
     with_int8_activations,
 )
 from hmt.weights.layout import Target
@@ -37,6 +41,14 @@ class Weights:
     layouts: dict[BlockId, BlockLayout]
     published_bytes: int
     headless: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """What is divided among ranks, and what one of them has of it."""
+
+    whole: ModelSpec
+    share: RankShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +91,74 @@ class Source:
         return Tokenizer.of_gguf(self.path, self.checkpoint.vocabulary)
 
     def weights(
-        self, spec: ModelSpec, asked: Scheme | None, *, exact_activations: bool = False
+        self,
+        spec: ModelSpec,
+        asked: Scheme | None,
+        *,
+        exact_activations: bool = False,
+        divided: Divided | None = None,
     ) -> Weights:
         """The blocks of `spec` in the scheme that was asked for; None: as they are.
+
+        divided   `spec` has a rank's share of this
 
         Weights that were published in 8 bits and fewer are multiplied with int8 activations, unless
         `exact_activations`, or the scheme says what they are multiplied with.
         Raises CheckpointError where the folder does not hold them, or names sensitive ones that are
         not there, and ConfigError where a pack holds another scheme.
         """
+        every = spec if divided is None else divided.whole
+        sensitive = sensitive_of(self.path, every)
         if self.pack is None:
-            bound = bind(spec, self.checkpoint)
-            layouts = lay_out(bound, target(asked or Scheme(), sensitive_of(self.path, spec)))
-            headless = named(spec, self.checkpoint).headless
+            if divided is None:
+                bound = bind(spec, self.checkpoint)
+            else:
+                bound = bind_share(every, spec, divided.share, self.checkpoint)
+            layouts = lay_out(bound, target(asked or Scheme(), sensitive))
+            headless = named(every, self.checkpoint).headless
             if (asked is None or asked.weights is None) and not exact_activations:
                 layouts = with_int8_activations(layouts)
             return Weights(layouts, published_bytes(bound), headless)
-        manifest = self.pack.manifest
-        held = parse_scheme(manifest.scheme)
+        manifest, wanted = self.pack.manifest, self._packed_scheme(asked)
+        own = target(wanted, sensitive)
+        if divided is None:
+            layouts = self.pack.layouts(spec, own)
+        else:
+            packed = self.pack.bound(every, own)
+            layouts = lay_out(cut_packed(packed, every, spec, divided.share), _as_it_lies)
+        if wanted.weights is None and not exact_activations:
+            layouts = with_int8_activations(layouts)
+        return Weights(layouts, manifest.published_bytes)
+
+    def units(
+        self, spec: ModelSpec, asked: Scheme | None
+    ) -> dict[tuple[BlockKind, str], tuple[int, int]]:
+        """What of the parameters of `spec` cannot be taken apart: see `units_of`.
+
+        Raises as `weights`.
+        """
+        sensitive = sensitive_of(self.path, spec)
+        if self.pack is None:
+            wanted = target(asked or Scheme(), sensitive)
+            return units_of(bind(spec, self.checkpoint), wanted)
+        packed = self.pack.bound(spec, target(self._packed_scheme(asked), sensitive))
+        return units_of(packed, _as_it_lies)
+
+    def _packed_scheme(self, asked: Scheme | None) -> Scheme:
+        """The scheme of a pack, multiplied with what was asked for."""
+        assert self.pack is not None
+        held = parse_scheme(self.pack.manifest.scheme)
         wanted = held if asked is None else asked
         if wanted.bytes_alike != held.bytes_alike:
             raise ConfigError(
                 f"{self.path} is a pack of {held}, and {wanted} was asked for: leave --quant out, "
                 f"or convert the checkpoint to {wanted} (`hmt convert`)"
             )
-        layouts = self.pack.layouts(spec, target(wanted, sensitive_of(self.path, spec)))
-        if wanted.weights is None and not exact_activations:
-            layouts = with_int8_activations(layouts)
-        return Weights(layouts, manifest.published_bytes)
+        return wanted
+
+
+def _as_it_lies(param: ParamSpec, block: BlockId) -> Format | None:
+    """A `Target` that converts nothing."""
 
 
 def open_source(path: Path, mmproj: Path | None = None) -> Source:

@@ -25,6 +25,7 @@ from hmt.layers import (
 from hmt.models.config import (
     Config,
     check_experts,
+    expert_ffn,
     gated_ffn,
     latent_attention,
     layer_kinds,
@@ -140,7 +141,7 @@ class DeepSeek(LatentDecoder):
             bias=mlp_bias,
             prefix="shared_",
         )
-        self.expert = gated_ffn(config, config.moe_intermediate_size)
+        self.expert = expert_ffn(config, config.moe_intermediate_size)
         self.sparse = sparse_layers(config)
         parts = (self.attention, self.ffn, self.shared, self.expert)
         super().__init__(
@@ -157,6 +158,8 @@ class DeepSeek(LatentDecoder):
 
 class DeepSeekV2(DeepSeek):
     """Experts by softmax, from the groups with the best expert where `topk_method` says so."""
+
+    divides = ("width", "experts")
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "scoring_func", "softmax")
@@ -179,6 +182,8 @@ class DeepSeekV2(DeepSeek):
 
 class DeepSeekV3(DeepSeek):
     """Experts by sigmoid with a bias that balances them, from the best groups."""
+
+    divides = ("width", "experts")
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "scoring_func", "sigmoid")

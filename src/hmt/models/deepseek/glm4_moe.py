@@ -11,6 +11,7 @@ from hmt.layers import Params, RMSNorm
 from hmt.models.config import (
     Config,
     attention,
+    expert_ffn,
     gated_ffn,
     head_dim,
     norm,
@@ -29,6 +30,8 @@ from hmt.models.deepseek.dense import (
 class Glm4Moe(LatentDecoder):
     """Half of each head turns; heads of queries and keys may be normed."""
 
+    divides = ("heads", "width", "experts")
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "scoring_func", "sigmoid")
         self.norm = norm(config)
@@ -44,7 +47,7 @@ class Glm4Moe(LatentDecoder):
         self.router = biased_router(config)
         width = config.moe_intermediate_size * config.n_shared_experts
         self.shared = gated_ffn(config, width, prefix="shared_")
-        self.expert = gated_ffn(config, config.moe_intermediate_size)
+        self.expert = expert_ffn(config, config.moe_intermediate_size)
         self.sparse = sparse_layers(config)
         parts = (self.grouped, self.ffn, self.shared, self.expert)
         super().__init__(

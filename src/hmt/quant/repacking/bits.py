@@ -29,9 +29,13 @@ def scales_as_f32(part: Tensor, dtype: str, *shape: int) -> Tensor:
 
 def as_tensor(part: Tensor, dtype: torch.dtype, *shape: int) -> Tensor:
     """Bytes uint8 [n] as a tensor of `dtype` and `shape`; copied only at an odd address."""
-    if part.storage_offset() % dtype.itemsize or part.data_ptr() % dtype.itemsize:
-        part = part.clone()
-    return part.view(dtype).view(shape)
+    return aligned(part, dtype).view(dtype).view(shape)
+
+
+def aligned(part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes uint8 [n] that can be viewed as `dtype`; copied only at an odd address."""
+    odd = part.storage_offset() % dtype.itemsize or part.data_ptr() % dtype.itemsize
+    return part.clone() if odd else part
 
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hmt.base.errors import DamagedPackError, MissingFileError, PackError
-from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.checkpoint import FileRange
 from hmt.contracts.encoding import Activations
 from hmt.contracts.model import ModelSpec
@@ -69,6 +69,23 @@ class Pack:
         return {
             layout.id: self._read_from_here(layout, wanted, packed) for layout in wanted.values()
         }
+
+    def bound(self, spec: ModelSpec, target: Target) -> dict[BlockId, BoundBlock]:
+        """The blocks of `spec` as checkpoints have theirs: parameters that can be read one by one.
+
+        They lie as the pack has them.  Checksums are of whole blocks, and nobody compares these.
+        Raises as `layouts`.
+        """
+        found = {}
+        for layout in self.layouts(spec, target).values():
+            params: list[BoundParam] = []
+            for placed in layout.placed:
+                if placed.param.spec.role is not Role.TABLE:
+                    params.append(_as_bound(placed, layout.reads[0].file))
+            for name, table in layout.tables.items():
+                params += _table_parts(name, table)
+            found[layout.id] = BoundBlock(layout.id, tuple(params))
+        return found
 
     def _bind(self, block: BlockSpec, packed: PackedBlock) -> BoundBlock:
         expected = [(param.name, param.shape, param.rows) for param in block.params]
@@ -202,6 +219,40 @@ def check_copy(file: Path, seal: int) -> None:
             f"{file} has changed since the pack was made: put back the checkpoint's own, or change "
             "it there and convert again"
         )
+
+
+def _as_bound(placed: PlacedParam, extent: FileRange) -> BoundParam:
+    """A parameter in the block that lies in `extent`."""
+    shape = placed.param.spec.shape
+    parts = tuple(
+        BoundPart(
+            component.name,
+            FileRange(extent.path, extent.offset + at, component.nbytes),
+            component.nbytes // shape[0] if component.shape[0] == shape[0] else 0,
+        )
+        for component, at in zip(placed.format.components(shape), placed.at, strict=True)
+    )
+    return BoundParam(placed.param.spec, placed.param.source, placed.format, parts)
+
+
+def _table_parts(name: str, table: Table) -> list[BoundParam]:
+    """A table's rows, as one that is published in shards: they may lie in several blocks."""
+    (part,) = table.parts
+    whole = table.param
+    return [
+        replace(
+            whole,
+            spec=replace(
+                whole.spec,
+                name=f"{name}.{number}",
+                shape=(span.end - span.first, *whole.spec.shape[1:]),
+            ),
+            parts=(BoundPart(part.name, span.file, part.row_bytes),),
+            first=span.first,
+            table=name,
+        )
+        for number, span in enumerate(part.spans)
+    ]
 
 
 def _placed(layout: BlockLayout, name: str) -> PlacedParam:

@@ -1,0 +1,3 @@
+"""Processes that compute together: what they add up, through torch.distributed."""
+
+from hmt.distributed.rank_group import RankGroup

@@ -1,0 +1,92 @@
+"""A process group of the ranks of one model: Gloo between CPUs, NCCL between GPUs."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from hmt.base.errors import ConfigError, RankError
+
+# A rank that waits longer than this for another one gives up.  Disks and prompts of ranks differ,
+# and a rank that has ended closes its connections at once: only one that hangs comes to this.
+_PATIENCE: Final = timedelta(minutes=10)
+_STORE: Final = "ranks"  # file in the run's own folder, by which ranks find each other
+
+
+class RankGroup:
+    """Implements Collective.  Of each model its own, so that a process may have several.
+
+    rank, ranks   its number, from 0, and how many there are
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        """Not connected: nothing can be added yet."""
+        self.rank, self.ranks = rank, ranks
+        self._group: Any = None  # torch's stubs do not know what groups can do
+        self._broken = ""
+
+    def connect(self, folder: Path, *, on_gpu: bool = False) -> None:
+        """Wait for all ranks to connect.
+
+        folder   that only these processes can read, the same for all
+        on_gpu   each rank computes on a GPU of its own, the current one: they meet through NCCL
+
+        Gloo listens on the loopback interface alone.  Raises RankError, and ConfigError where torch
+        was built without what it takes.
+        """
+        import torch.distributed as dist  # half a second
+
+        name = "nccl" if on_gpu else "gloo"
+        available = dist.is_nccl_available() if on_gpu else dist.is_gloo_available()
+        if not available:
+            raise ConfigError(
+                f"torch {torch.__version__} was built without {name}, which ranks meet through: "
+                "leave tp and ep out, or install another torch"
+            )
+        store = dist.FileStore(str(folder / _STORE), self.ranks)
+        try:
+            if on_gpu:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = _PATIENCE
+                self._group = dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
+            else:
+                own = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                own._timeout = _PATIENCE
+                own._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+                self._group = dist.ProcessGroupGloo(store, self.rank, self.ranks, own)
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} of {self.ranks} found no other: {error}") from error
+
+    def add(self, partial: torch.Tensor) -> torch.Tensor:
+        """Implements Collective.
+
+        Every rank gathers what all have and adds in the order of ranks, in f32: rings add parts of
+        a tensor in an order that depends on its size, and so on how many tokens there are.
+        """
+        group = self._group
+        if group is None or self._broken:
+            raise RankError(self._broken or "the ranks have not been connected")
+        own = partial.contiguous()
+        gathered = [torch.empty_like(own) for _ in range(self.ranks)]
+        try:
+            group.allgather([gathered], [own]).wait()
+        except RuntimeError as error:
+            self.abort(f"another process that computes this model has ended: {_first_line(error)}")
+            raise RankError(self._broken) from error
+        first, *others = gathered
+        total = first.float()
+        for part in others:
+            total = total + part
+        return total.to(partial.dtype)
+
+    def abort(self, why: str) -> None:
+        """Let what waits for other ranks, and all that comes, raise RankError.  For any thread."""
+        self._broken = self._broken or why
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
