@@ -344,11 +344,13 @@ def test_what_is_stored_counts_as_sent(model: LoadedModel) -> None:
 
 
 def entry(owner: str, text: str, previous: str | None = None) -> StoredResponse:
-    whole = json.dumps({"output": [{"id": f"msg_{text[:9]}"}]}).encode()
-    return StoredResponse(owner, whole, json.dumps([text]).encode(), previous)
+    ids = f"in_{text[:9]}", f"msg_{text[:9]}"
+    given = json.dumps([{"id": ids[0], "text": text}]).encode()
+    whole = json.dumps({"output": [{"id": ids[1]}]}).encode()
+    return StoredResponse(owner, whole, given, previous, ids)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3000), st.booleans()), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9000), st.booleans()), max_size=40))
 def test_the_store_is_bounded(steps: list[tuple[int, int, bool]]) -> None:
     """The last ones stay, those that were asked for among them."""
     store = ResponseStore(most_responses=4, most_bytes=9000)
@@ -361,14 +363,17 @@ def test_the_store_is_bounded(steps: list[tuple[int, int, bool]]) -> None:
             continue
         kept = entry("me", f"{number:09}" + "x" * length)
         store.put(str(number), kept)
+        if kept.size > 9000:
+            continue  # and nothing gives way to it
         order.append((str(number), kept))
         while len(order) > 4 or sum(one.size for _, one in order) > 9000:
             order.pop(0)
         assert len(store) == len(order)
         assert store.held_bytes == sum(one.size for _, one in order)
         for name, one in order:
-            assert store.item("me", one.output[0]["id"]) == one.output[0], name
-    assert len(store._items) == len(order)
+            for item in (*one.asked, *one.output):
+                assert store.item("me", item["id"]) == item, name
+    assert len(store._items) == 2 * len(order)
 
 
 def test_a_conversation_stays_together() -> None:
@@ -376,7 +381,7 @@ def test_a_conversation_stays_together() -> None:
     store.put("a", entry("me", "a"))
     store.put("b", entry("me", "b", "a"))
     store.put("c", entry("me", "c"))
-    assert [one.given for one in store.before("me", "b")] == [b'["a"]', b'["b"]']
+    assert [one.asked[0]["text"] for one in store.before("me", "b")] == ["a", "b"]
     store.put("d", entry("me", "d"))  # c was not used since
     assert len(store.before("me", "b")) == 2
     with pytest.raises(ApiError, match="no response 'c'"):
@@ -384,6 +389,68 @@ def test_a_conversation_stays_together() -> None:
     store.delete("me", "a")
     with pytest.raises(ApiError, match="send the whole conversation"):
         store.before("me", "b")
+    assert [one.asked[0]["text"] for one in store.held("me", "b")] == ["b"]
+
+
+def test_an_item_is_the_keys_own() -> None:
+    """Clients choose ids of what they send: another's item of that name is another item."""
+    store = ResponseStore()
+    store.put("a", entry("me", "x"))
+    store.put("b", entry("you", "x", "a"))
+    store.put("c", entry("me", "x"))
+    assert store.item("me", "in_x") and store.item("you", "in_x")
+    assert len(store.held("you", "b")) == 1  # what goes before is not theirs
+    store.delete("you", "b")
+    assert store.item("me", "in_x")
+    with pytest.raises(ApiError, match="there is no item"):
+        store.item("you", "in_x")
+
+
+def test_what_a_response_answered(tooled: FastAPI) -> None:
+    """By pages, oldest or newest first, with all that it goes on from; as OpenAI's client asks."""
+    said = [{"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "When?",
+            "id": "mine"}]  # fmt: skip
+    first = post(tooled, forced("Now.", input="Hello"))
+    last = post(tooled, forced("So.", input=said, previous_response_id=first["id"]))
+
+    async def work() -> None:
+        async with openai(tooled) as client:
+            items = client.responses.input_items
+            found = [one async for one in items.list(last["id"], order="asc", limit=2)]
+            texts = ["Hello", "Now.", "Yes?", "When?"]
+            assert [one.content[0].text for one in found] == texts  # type: ignore[union-attr]
+            assert [one.content[0].type for one in found] == [  # type: ignore[union-attr]
+                "input_text", "output_text", "output_text", "input_text"]  # fmt: skip
+            assert len({one.id for one in found}) == 4 and found[3].id == "mine"
+            newest = await items.list(last["id"])
+            assert [one.id for one in newest.data] == [one.id for one in found[::-1]]
+            assert not newest.has_more
+            (one,) = (await items.list(last["id"], after="mine", limit=1)).data
+            assert one.id == found[2].id
+            for wrong in ({"limit": 0}, {"limit": 101}, {"order": "up"}, {"after": "nothing"}):
+                with pytest.raises(BadRequestError) as error:
+                    await items.list(last["id"], **wrong)  # type: ignore[arg-type]
+                assert error.value.param == next(iter(wrong))
+            with pytest.raises(NotFoundError, match="there is no response"):
+                await items.list("resp_none")
+        again = [{"type": "item_reference", "id": found[0].id}]
+        async with http(tooled) as client:
+            done = (await client.post(PATH, json=forced("Yes.", input=again))).json()
+            (item,) = (await client.get(f"{PATH}/{done['id']}/input_items")).json()["data"]
+        assert item["id"] == found[0].id
+
+    run(work())
+
+
+def test_an_answer_without_a_limit_has_the_context(tooled: FastAPI) -> None:
+    """Agents say none; a server that was told one keeps to it."""
+    model = tooled.state.service.model
+    endless = {name: ASK[name] for name in ("model", "input")} | {
+        "ignore_eos": True, "logit_bias": {"1": -100}, "truncation": "auto", "top_p": 0,
+    }  # fmt: skip
+    assert post(tooled, endless)["usage"]["total_tokens"] == model.max_positions
+    told = post(app_on(model, name=NAME, default_new_tokens=3), endless)
+    assert told["usage"]["output_tokens"] == 3 and told["truncation"] == "disabled"
 
 
 def chat(*items: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:
