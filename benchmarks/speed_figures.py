@@ -1,4 +1,4 @@
-"""Writes the figures of docs/speed.md from the measurements in benchmarks/results; `--check` only compares."""
+"""Writes the figures of docs/speed.md from benchmarks/results; `--check` only compares."""
 
 import json
 import sys
