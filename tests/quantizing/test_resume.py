@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,21 @@ def test_another_text_is_refused(model: Path, tmp_path: Path):
     begun(model, tmp_path / "out")
     with pytest.raises(ConfigError, match="begun with method"):
         quantize(model, tmp_path / "out", options(method=CALIBRATED))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "tokenizer.json"])
+def test_a_model_that_changed_is_refused(model: Path, tmp_path: Path, name: str):
+    """Its shapes and names are as before: what is written already may still be of another."""
+    other = shutil.copytree(model, tmp_path / "model")
+    begun(other, tmp_path / "out")
+    file = other / name
+    content = file.read_text() if file.exists() else "{}"
+    file.write_text(content + " ")
+    if name == "model.safetensors.index.json":  # the same tensors in the same files
+        quantize(other, tmp_path / "out", options())
+        return
+    with pytest.raises(ConfigError, match="begun with files"):
+        quantize(other, tmp_path / "out", options())
 
 
 def test_more_memory_does_not_change_a_run_that_was_begun(

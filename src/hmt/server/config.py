@@ -14,6 +14,13 @@ MOST_SHUTDOWN_S = 86400  # a day
 _IMAGE_HOST: Final = re.compile(r"[\w.-]+(:\d{1,5})?", re.ASCII)
 
 
+# What some fields are called on the command line.
+_FLAGS: Final = {
+    "max_waiting": "--max-waiting", "default_new_tokens": "--max-tokens",
+    "max_body_bytes": "--max-body",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How a model is served.  `check` says what makes no sense.
@@ -69,7 +76,11 @@ class ServerConfig:
         least["max_connections"] = 1
         for name, minimum in least.items():
             if getattr(self, name) is not None and getattr(self, name) < minimum:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+                flag = _FLAGS.get(name)
+                raise ConfigError(
+                    f"{name}{f' ({flag})' if flag else ''} is {getattr(self, name)}; it must be at "
+                    f"least {minimum}"
+                )
         for name in ("timeout_s", "body_timeout_s", "header_timeout_s", "idle_timeout_s",
                      "write_timeout_s"):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
