@@ -18,6 +18,8 @@ from hmt.server.errors import ApiError
 from hmt.server.keys import KeyRing
 from hmt.server.responses.store import ResponseStore, StoredResponse
 
+JSON = {"content-type": "application/json"}
+
 
 def test_stored_responses(model: LoadedModel) -> None:
     """Each key has its own."""
@@ -51,6 +53,50 @@ def test_stored_responses(model: LoadedModel) -> None:
             with pytest.raises(NotFoundError):
                 await mine.responses.retrieve(unstored.id)
         assert len(app.state.responses) == 0
+
+    run(work())
+
+
+def test_pages_of_items_end_although_two_have_one_id(model: LoadedModel) -> None:
+    app = app_on(model)
+    twice = [{"role": "user", "content": text, "id": "same"} for text in ("One", "Two")]
+
+    async def work() -> None:
+        async with openai(app) as client:
+            ask = {"model": SMALL, "input": twice, "max_output_tokens": 1}
+            done = await client.responses.create(**ask)  # type: ignore[call-overload]
+            items = client.responses.input_items
+            assert [one.id async for one in items.list(done.id, limit=1)] == ["same"]
+            assert [one.id async for one in items.list(done.id)] == ["same"] * 2
+
+    run(work())
+
+
+def test_nested_items_come_back_or_are_refused(model: LoadedModel) -> None:
+    """What is read, kept and read again as deep as a client nests it, up to where Python ends."""
+    app = app_on(model)
+
+    async def work() -> None:
+        async with http(app) as client:
+            told = set()
+            for depth in (300, *range(880, 1000, 8)):
+                deep = '{"a":' * depth + "1" + "}" * depth
+                body: dict[str, Any] = {
+                    "model": SMALL, "max_output_tokens": 1, "reasoning": {"a": "DEEP"},
+                    "input": [{"role": "user", "content": "Hi"},
+                              {"type": "web_search_call", "a": "DEEP"}],
+                }  # fmt: skip
+                content = json.dumps(body).replace('"DEEP"', deep)
+                first = await client.post(PATH, content=content, headers=JSON)
+                told.add(first.status_code)
+                if first.status_code == 200:
+                    name = first.json()["id"]
+                    on = {"model": SMALL, "input": "On", "previous_response_id": name}
+                    later = await client.post(PATH, json=on | {"max_output_tokens": 1})
+                    listed = await client.get(f"{PATH}/{name}/input_items")
+                    told |= {later.status_code, listed.status_code}
+                    assert depth > 300 or later.status_code == listed.status_code == 200
+            assert told == {200, 400}
 
     run(work())
 

@@ -49,7 +49,8 @@ class Conversation:
             held = list(_items_of(self.store.before(self.owner, previous)))
             CLIENT.get().hold(sum(map(len, held)))
             check_shape(bytearray().join(held))
-            before = [item for part in held for item in _ITEMS.validate_json(part)]
+            # By the parser that read them as a body: pydantic's own ends at less depth.
+            before = [item for part in held for item in _ITEMS.validate_python(json.loads(part))]
         asked = self.body.input
         if isinstance(asked, str):
             return [*before, MessageItem(role="user", content=asked)]
@@ -99,7 +100,7 @@ def page_of(
         if not places:
             why = f"there is no item {after[:80]!r} among those that the response answered"
             raise ApiError(400, why, param="after", code="item_not_found")
-        items = items[places[0] + 1 :]
+        items = items[places[-1] + 1 :]  # where several have one id: else pages never end
     shown = items[:limit]
     return {
         "object": "list",
