@@ -321,11 +321,11 @@ def test_a_token_without_text_is_a_completions_first():
         await write(event("é") + "data: [DONE]\n\n")
 
     found = asking(late_text)
-    assert found.status == "ok" and found.tokens == 2 and found.last_s - found.first_s > 0.1
+    assert found.status == "ok" and found.tokens == 2 and found.first_s < found.last_s
 
 
 def test_who_stalls_is_left_after_the_time_limit():
-    found = asking(stalls, timeout_s=0.3)
+    found = asking(stalls, timeout_s=1.0)
     assert found.status == "timeout" and found.first_s is not None
 
 

@@ -38,6 +38,16 @@ def test_what_was_converted_answers_plans_and_is_whole(hmt, pack):
     assert done.code == 0 and "28 extents and files are what was written" in done.out
 
 
+def test_what_is_no_pack_is_named_so(hmt, pack, tmp_path):
+    """Not a file, not a folder without one; and not a pack that lacks its manifest."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "data-00001.hmt").write_bytes(b"")
+    for name, said in ((".", "is no pack"), ("model.gguf", "is no pack"), ("half", "unfinished")):
+        done = hmt("verify", tmp_path / name)
+        assert done.code == 1 and said in done.err and "hmt convert" in done.err
+
+
 def test_damage_is_listed_and_fails(hmt, pack, tmp_path):
     bad = tmp_path / "bad"
     bad.mkdir()

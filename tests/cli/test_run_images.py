@@ -50,3 +50,9 @@ def test_images_need_a_prompt_and_a_model_that_sees(hmt, seeing):
     assert "/image FILE" in hmt("run", "--image", seeing / "0.png", seeing).err
     blind = hmt("run", "--host-memory", "16MiB", "--image", seeing / "0.png", "What is this?")
     assert blind.code != 0 and "reads text only" in blind.err
+
+
+def test_an_image_is_looked_for_before_a_model_is_loaded(hmt, seeing, monkeypatch):
+    monkeypatch.setattr("hmt.engine.Engine", None)  # what loads
+    gone = hmt("run", "--image", seeing / "none.png", seeing, "What is this?")
+    assert gone.code == 1 and "none.png cannot be read (No such file or directory)" in gone.err

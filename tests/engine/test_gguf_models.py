@@ -190,6 +190,19 @@ def test_a_pack_of_a_gguf_file_answers_as_the_file_does(name: str, tmp_path: Pat
     assert not verify(pack, options).damages
 
 
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16"])
+def test_a_pack_of_a_gguf_file_in_fewer_bits(scheme: str, tmp_path: Path) -> None:
+    """What has as few bits already stays as it is, in the pack as in the file."""
+    path = random_model("llama", tmp_path).write(tmp_path / "m.gguf", bytes_vocabulary(MINI_DENSE))
+    tokens, logits, _ = answer(path, quantization=scheme)
+    pack = tmp_path / "pack"
+    convert(path, pack, EngineConfig.resolve(host_memory="64MiB", quantization=scheme))
+    for asked in ({}, {"quantization": scheme}):
+        found, same, _ = answer(pack, **asked)
+        assert found == tokens
+        torch.testing.assert_close(same, logits, rtol=1e-5, atol=1e-5)
+
+
 def test_split_files_stream_at_the_smallest_budget(tmp_path: Path) -> None:
     """Whichever file is named, or the folder; and with latent attention's kv_b in two tensors."""
     file = random_model("deepseek2-v3", tmp_path)

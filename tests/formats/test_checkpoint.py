@@ -125,7 +125,7 @@ def test_a_folder_that_does_not_exist_or_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="not there"):
         open_checkpoint(tmp_path / "none")
     (tmp_path / "model.bin").write_bytes(b"PK")
-    with pytest.raises(MissingFileError, match="is a file"):
+    with pytest.raises(MissingFileError, match="is a file of another kind"):
         open_checkpoint(tmp_path / "model.bin")
 
 

@@ -79,7 +79,8 @@ def text(value: str) -> bytes:
 HEAD = b"GGUF" + numbers((3, 4))
 MANY = 1 << 60
 BAD: dict[str, tuple[bytes, str]] = {
-    "nothing": (b"", "begins with"),
+    "nothing": (b"", "is empty"),
+    "hardly anything": (b"GG", "begins with"),
     "another kind": (b"PK\x03\x04" + bytes(60), "begins with"),
     "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     "version 1": (b"GGUF" + numbers((1, 4)) + bytes(40), "version 1"),

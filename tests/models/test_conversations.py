@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +95,20 @@ class Server:
     def kill(self) -> None:
         """Once nothing is written any more: it writes when it has nothing else to do."""
         seen: Any = None  # files appear whole, under their names
-        while (now := sorted(os.listdir(self._kept))) != seen:
+        while (now := sorted(os.listdir(self._kept))) != seen or not self._sleeps():
             seen = now
             time.sleep(0.7)
         self._process.send_signal(signal.SIGKILL)
         self._process.wait(60)
         self._told.close()
+
+    def _sleeps(self) -> bool:
+        """Whether none of its threads wants a processor or waits for the disk."""
+        for stat in Path(f"/proc/{self._process.pid}/task").glob("*/stat"):
+            with suppress(OSError):  # it has ended meanwhile
+                if stat.read_text().rpartition(")")[2].split()[0] != "S":
+                    return False
+        return True
 
 
 @contextmanager

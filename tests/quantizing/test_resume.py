@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,6 +131,16 @@ def test_another_text_is_refused(model: Path, tmp_path: Path):
         quantize(model, tmp_path / "out", options(method=CALIBRATED))
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_model_that_changed_is_refused(model: Path, tmp_path: Path, name: str):
+    """Its shapes and names are as before: what is written already may still be of another."""
+    other = shutil.copytree(model, tmp_path / "model")
+    begun(other, tmp_path / "out")
+    (other / name).write_text((other / name).read_text() + " ")
+    with pytest.raises(ConfigError, match=f"begun before {name} of the model changed"):
+        quantize(other, tmp_path / "out", options())
+
+
 def test_more_memory_does_not_change_a_run_that_was_begun(
     model: Path, whole: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -151,6 +162,20 @@ def test_a_complete_model_is_replaced_only_by_force(model: Path, tmp_path: Path)
     assert contents(out) == first
     quantize(model, out, options(keep=("down",)), force=True)
     assert contents(out) != first
+
+
+def test_a_model_is_complete_although_its_working_folder_stays(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """And the folder goes with the next run."""
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", ends_at(1, OSError(30, "Read-only"), shutil.rmtree))
+        quantize(model, out, options())
+    assert partial.exists() and f"{out} is complete" in caplog.text
+    first = contents(out)
+    quantize(model, out, options(), force=True)
+    assert contents(out) == first and not partial.exists()
 
 
 def test_a_folder_of_somebody_else_is_never_replaced(model: Path, tmp_path: Path):

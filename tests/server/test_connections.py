@@ -155,7 +155,7 @@ def test_a_client_that_reads_nothing_is_left(model: LoadedModel, stream: bool) -
 def test_a_client_that_reads_slowly_is_not_left(model: LoadedModel) -> None:
     body = {"model": NAME, "prompt": "Once", "max_tokens": 100, "n": 4, "ignore_eos": True}
     whole = post(body | {"logprobs": 20}, "/v1/completions")
-    with running(model, write_timeout_s=0.6) as server:
+    with running(model, write_timeout_s=1.5) as server:  # much for a reader that gets no turn
         # Much smaller ones make the system itself stop for half a minute.
         server.bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
         with server.connect(whole, buffer=1 << 15) as connection:
@@ -164,7 +164,7 @@ def test_a_client_that_reads_slowly_is_not_left(model: LoadedModel) -> None:
                 part = connection.recv(1 << 13)
                 assert part
                 came += part
-                end = end or time.monotonic() + 2  # several of its times
+                end = end or time.monotonic() + 3.5  # more than two of its times
                 time.sleep(0.1 if time.monotonic() < end else 0)
         head, _, content = came.partition(b"\r\n\r\n")
         assert f"content-length: {len(content)}".encode() in head.lower()
@@ -238,10 +238,12 @@ def test_without_descriptors_the_loop_rests(
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         monkeypatch.setattr(listener, "_socket", Without())
+        begin = time.monotonic()
         waiting = [server.connect() for _ in range(5)]
-        time.sleep(2)
+        until(lambda: len(tried) >= 6)
         monkeypatch.setattr(listener, "_socket", server.bound)
-        assert 2 <= len(tried) <= 12  # each time once, and once more for the one who is refused
+        rounds = 1 + (tried[5] - begin) / 0.5
+        assert rounds > 2.9  # each time once, and once more for the one who is refused
         with server.connect(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n") as connection:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
         for one in waiting:
@@ -334,7 +336,7 @@ def test_who_is_furthest_behind_is_cut_off() -> None:
 def test_work_for_large_bodies_is_done_one_at_a_time() -> None:
     from hmt.server.client import CLIENT, Client, off_loop
 
-    now, most = 0, 0
+    now, most, together = 0, 0, threading.Barrier(2)
 
     def work() -> None:
         nonlocal now, most
@@ -345,12 +347,11 @@ def test_work_for_large_bodies_is_done_one_at_a_time() -> None:
 
     async def ask(size: int) -> None:
         CLIENT.set(Client(size))
-        await off_loop(work)
+        await off_loop(work if size > 1000 else lambda: together.wait(30))
 
     async def all_of(size: int) -> None:
         await asyncio.gather(*(asyncio.create_task(ask(size)) for _ in range(4)))
 
     asyncio.run(all_of(1 << 20))
     assert most == 1
-    asyncio.run(all_of(1000))
-    assert most > 1
+    asyncio.run(all_of(1000))  # two by two, or the barrier breaks

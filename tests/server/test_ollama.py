@@ -222,6 +222,35 @@ def test_images(seeing: LoadedModel) -> None:
     assert "vision" in ask(app, "POST", "/api/show", {"model": NAME}).json()["capabilities"]
 
 
+def test_embeddings(app: FastAPI, model: LoadedModel) -> None:
+    def ask_for(path: str, **fields: Any) -> Any:
+        done = ask(app, "POST", path, {"model": NAME, **fields})
+        assert done.status_code == 200, done.text
+        return done.json()
+
+    texts = ["A cat sat on the mat.", "It fell."]
+    wanted = ask_for("/v1/embeddings", input=texts)
+    vectors = [one["embedding"] for one in wanted["data"]]
+    done = ask_for("/api/embed", input=texts, keep_alive="5m", options={"num_ctx": 64})
+    assert (done["embeddings"], done["model"]) == (vectors, NAME)
+    assert done["prompt_eval_count"] == wanted["usage"]["prompt_tokens"]
+    assert done["total_duration"] > 0 and done["load_duration"] == 0
+    assert ask_for("/api/embed", input=texts[0])["embeddings"] == vectors[:1]
+    assert ask_for("/api/embeddings", prompt=texts[0]) == {"embedding": vectors[0]}
+    short = ask_for("/v1/embeddings", input=texts, dimensions=16)["data"]
+    assert ask_for("/api/embed", input=texts, dimensions=16)["embeddings"] == [
+        one["embedding"] for one in short
+    ]
+    for nothing in ({}, {"input": ""}, {"input": []}):
+        assert ask_for("/api/embed", **nothing)["embeddings"] == []
+    assert ask_for("/api/embeddings", prompt="") == {"embedding": []}
+    long = "word " * 3000
+    cut = model.tokenizer.encode(long)[: model.max_positions]
+    (whole,) = ask_for("/v1/embeddings", input=cut)["data"]
+    assert ask_for("/api/embed", input=long)["embeddings"] == [whole["embedding"]]
+    assert ask_for("/api/embeddings", prompt=long) == {"embedding": whole["embedding"]}
+
+
 def test_options() -> None:
     assert Options().sampling(None) == Sampling(temperature=0.8, top_k=40, top_p=0.9)
     given = Options(temperature=0, top_k=-1, top_p=0.5, min_p=0.1, seed=7, repeat_penalty=1.1,
@@ -230,6 +259,7 @@ def test_options() -> None:
         temperature=0, top_k=0, top_p=0.5, min_p=0.1, repetition_penalty=1.1, frequency_penalty=2,
         presence_penalty=1, seed=7, logprobs=2,
     )  # fmt: skip
+    assert 0 < Options(top_p=0).sampling(None).top_p < 1e-3  # the likeliest alone
     assert given.stops == ("x",) and Options(seed=-1).sampling(None).seed is None
     assert [Options(num_predict=one).longest for one in (None, -2, -1, 0, 5)] == [
         None, -1, -1, -1, 5,
@@ -262,6 +292,14 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (TEXT, text(raw=True, system="Be brief."), 400, "system"),
     (TEXT, text(raw=True, images=["AAAA"]), 400, "images"),
     (TEXT, text("word " * 5000), 400, "prompt"),
+    ("/api/embed", {"input": "Hi"}, 400, "'model' is missing"),
+    ("/api/embed", {"model": NAME, "input": 5}, 400, "input"),
+    ("/api/embed", {"model": NAME, "input": ["a", None]}, 400, "input[1]"),
+    ("/api/embed", {"model": NAME, "prompt": "Hi"}, 400, "write input"),
+    ("/api/embed", {"model": NAME, "input": "Hi", "dimensions": 9999}, 400, "dimensions"),
+    ("/api/embed", {"model": NAME, "input": "word " * 5000, "truncate": False}, 400, "input"),
+    ("/api/embed", {"model": "b", "input": "Hi"}, 404, "there is no model 'b'"),
+    ("/api/embeddings", {"model": NAME, "input": "Hi"}, 400, "write prompt"),
     ("/api/show", {}, 400, "model"),
     ("/api/show", {"model": "b"}, 404, "there is no model 'b'"),
     ("/api/pull", {"model": NAME}, 404, "there is nothing at POST /api/pull"),

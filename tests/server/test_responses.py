@@ -2,29 +2,21 @@
 
 import asyncio
 import base64
-import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from hypothesis import given
-from hypothesis import strategies as st
-from openai import BadRequestError, NotFoundError
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from serving import NAME as SMALL
-from serving import Call, app_on, at_rest, http, openai, run, saying, tooled_model
+from serving import Call, app_on, at_rest, http, run, saying, tooled_model
 from test_tool_calls import CLOCK, WEATHER
 
 import hmt
-from hmt.engine import LoadedModel
 from hmt.server.errors import ApiError
-from hmt.server.keys import KeyRing
 from hmt.server.openai.output_parser import AnswerParser
 from hmt.server.responses.items import AnyItem, chat_of, images_in
-from hmt.server.responses.store import ResponseStore, StoredResponse
 
 PATH = "/v1/responses"
 NAME = "tools"
@@ -287,103 +279,15 @@ def test_answers_end_when_the_client_goes(tooled: FastAPI) -> None:
     assert at_rest(tooled.state.service.model)
 
 
-def test_stored_responses(model: LoadedModel) -> None:
-    """Each key has its own."""
-    keys = KeyRing.of(["the-first-key", "the-second-key"])
-    app = app_on(model, keys=keys)
-
-    async def work() -> None:
-        async with openai(app, "the-first-key") as mine, openai(app, "the-second-key") as others:
-            ask = {"model": SMALL, "input": "Hi", "max_output_tokens": 3}
-            done = await mine.responses.create(**ask, metadata={"topic": "demo"})
-            again = await mine.responses.retrieve(done.id)
-            assert again == done and again.metadata == {"topic": "demo"} and again.store
-            for client, name in ((others, done.id), (mine, "resp_none")):
-                with pytest.raises(NotFoundError, match="there is no response"):
-                    await client.responses.retrieve(name)
-                with pytest.raises(BadRequestError) as error:
-                    await client.responses.create(**ask, previous_response_id=name)
-                assert error.value.code == "previous_response_not_found"
-                with pytest.raises(NotFoundError):
-                    await client.responses.delete(name)
-            item = {"type": "item_reference", "id": done.output[0].id}
-            with pytest.raises(NotFoundError, match="there is no item"):
-                await others.responses.create(**ask | {"input": [item]})
-            with pytest.raises(BadRequestError, match="comes whole"):
-                await mine.responses.retrieve(done.id, stream=True)
-            await mine.responses.delete(done.id)
-            with pytest.raises(NotFoundError):
-                await mine.responses.retrieve(done.id)
-            unstored = await mine.responses.create(**ask, store=False)
-            assert unstored.store is False  # type: ignore[attr-defined]
-            with pytest.raises(NotFoundError):
-                await mine.responses.retrieve(unstored.id)
-        assert len(app.state.responses) == 0
-
-    run(work())
-
-
-def test_what_is_stored_counts_as_sent(model: LoadedModel) -> None:
-    """A conversation that goes on cannot be longer than one that is sent whole."""
-    app = app_on(model, max_body_bytes=20_000)
-
-    async def work() -> None:
-        async with http(app) as client:
-            part = {"role": "user", "content": "word " * 100}
-            body: dict[str, Any] = {"model": SMALL, "input": [part], "max_output_tokens": 1,
-                                    "metadata": {"a": "b" * 9000}}  # fmt: skip
-            done = (await client.post(PATH, json=body)).json()
-            store = app.state.responses
-            entry = store.get("", done["id"])
-            longer = dataclasses.replace(entry, given=b" " * 12_000 + entry.given)
-            store.put("resp_long", longer)
-            refused = await client.post(PATH, json=body | {"previous_response_id": "resp_long"})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
-
-    run(work())
-
-
-def entry(owner: str, text: str, previous: str | None = None) -> StoredResponse:
-    whole = json.dumps({"output": [{"id": f"msg_{text[:9]}"}]}).encode()
-    return StoredResponse(owner, whole, json.dumps([text]).encode(), previous)
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3000), st.booleans()), max_size=40))
-def test_the_store_is_bounded(steps: list[tuple[int, int, bool]]) -> None:
-    """The last ones stay, those that were asked for among them."""
-    store = ResponseStore(most_responses=4, most_bytes=9000)
-    order: list[tuple[str, StoredResponse]] = []
-    for number, (wanted, length, asks) in enumerate(steps):
-        if asks and order:
-            name, kept = order.pop(wanted % len(order))
-            assert store.get("me", name) is kept
-            order.append((name, kept))
-            continue
-        kept = entry("me", f"{number:09}" + "x" * length)
-        store.put(str(number), kept)
-        order.append((str(number), kept))
-        while len(order) > 4 or sum(one.size for _, one in order) > 9000:
-            order.pop(0)
-        assert len(store) == len(order)
-        assert store.held_bytes == sum(one.size for _, one in order)
-        for name, one in order:
-            assert store.item("me", one.output[0]["id"]) == one.output[0], name
-    assert len(store._items) == len(order)
-
-
-def test_a_conversation_stays_together() -> None:
-    store = ResponseStore(most_responses=3)
-    store.put("a", entry("me", "a"))
-    store.put("b", entry("me", "b", "a"))
-    store.put("c", entry("me", "c"))
-    assert [one.given for one in store.before("me", "b")] == [b'["a"]', b'["b"]']
-    store.put("d", entry("me", "d"))  # c was not used since
-    assert len(store.before("me", "b")) == 2
-    with pytest.raises(ApiError, match="no response 'c'"):
-        store.get("me", "c")
-    store.delete("me", "a")
-    with pytest.raises(ApiError, match="send the whole conversation"):
-        store.before("me", "b")
+def test_an_answer_without_a_limit_has_the_context(tooled: FastAPI) -> None:
+    """Agents say none; a server that was told one keeps to it."""
+    model = tooled.state.service.model
+    endless = {name: ASK[name] for name in ("model", "input")} | {
+        "ignore_eos": True, "logit_bias": {"1": -100}, "truncation": "auto", "top_p": 0,
+    }  # fmt: skip
+    assert post(tooled, endless)["usage"]["total_tokens"] == model.max_positions
+    told = post(app_on(model, name=NAME, default_new_tokens=3), endless)
+    assert told["usage"]["output_tokens"] == 3 and told["truncation"] == "disabled"
 
 
 def chat(*items: dict[str, Any], instructions: str | None = None) -> list[dict[str, Any]]:

@@ -13,6 +13,13 @@ from hmt.text import HarmonyReader
 _DEFAULT_ANSWER_TOKENS = 512
 
 
+def file_of(image: Path) -> bytes:
+    """An image's file.  Raises RequestError where it cannot be read, or is too large."""
+    data = file_bytes(image)
+    assert data is not None
+    return data
+
+
 class Conversation:
     """Turns lines into requests: through the chat template, or as text that goes on when `raw`.
 
@@ -32,13 +39,11 @@ class Conversation:
         self._images: list[bytes] = []  # of all messages
         self._shown: list[bytes] = []  # of the next one
 
-    def show(self, images: Iterable[Path]) -> None:
-        """Let the next line be about these as well.  Raises RequestError for what is none."""
+    def show(self, images: Iterable[bytes]) -> None:
+        """Let the next line be about these files, too.  Raises RequestError for a blind model."""
         for image in images:
             self.model.check_images(1)
-            data = file_bytes(image)
-            assert data is not None
-            self._shown.append(data)
+            self._shown.append(image)
 
     def request(self, line: str) -> Request:
         """The request for an answer to `line`, after all that was said before.

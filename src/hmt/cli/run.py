@@ -123,9 +123,10 @@ def answer_or_chat(job: Job) -> None:
 
     template = None if job.chat_template is None else read_template(job.chat_template)
     with loading(f"loading {shown_name(job.model)}") as report:
-        from hmt.cli.conversation import Conversation
+        from hmt.cli.conversation import Conversation, file_of
         from hmt.engine import Engine
 
+        images = [file_of(image) for image in job.images]  # before a model is loaded in vain
         arguments = job.engine.arguments()
         with suggesting(job.model, arguments):
             engine = Engine(**arguments)
@@ -135,7 +136,7 @@ def answer_or_chat(job: Job) -> None:
             if template is not None:
                 model.tokenizer.use_chat_template(template)
             conversation = Conversation(model, job.sampling, raw=job.raw)
-            conversation.show(job.images)
+            conversation.show(images)
             if job.prompt is None:
                 _chat(conversation, job)
             elif not _answer_once(conversation, job.prompt, job):
@@ -199,8 +200,10 @@ def _show(conversation: "Conversation", file: str) -> None:
     """Let the next line be about an image."""
     from rich.text import Text
 
+    from hmt.cli.conversation import file_of
+
     try:
-        conversation.show([Path(file)])
+        conversation.show([file_of(Path(file))])
     except HMTError as error:
         notes().print(Text(f"{error}", style="red"), soft_wrap=True)
 

@@ -86,7 +86,13 @@ class ServerOptions:
     max_waiting: Annotated[
         int, _limits(help="Answers that wait besides; more are refused at once.")
     ] = 64
-    max_tokens: Annotated[int, _limits(help="The longest answer of chats that do not say.")] = 1024
+    max_tokens: Annotated[
+        int | None,
+        _limits(
+            help="The longest answer of requests that do not say; when left out 1024 for OpenAI's "
+            "chats, and what the context holds for its Responses API and Ollama's."
+        ),
+    ] = None
     max_body: Annotated[str, _limits(help="The largest request.")] = "4MiB"
     timeout: Annotated[
         float, _limits(help="Seconds that an answer may take, its wait included.")

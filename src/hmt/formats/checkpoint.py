@@ -46,9 +46,9 @@ def open_checkpoint(path: str | Path, mmproj: Path | None = None) -> Checkpoint:
             "among its safetensors: leave it out"
         )
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "not there"
+        found = "a file of another kind" if folder.exists() else "not there"
         raise MissingFileError(
-            f"{folder} must be the folder of a checkpoint and is {found}: give the folder that "
+            f"{folder} is {found}, and a model is a GGUF file or a folder: give the folder that "
             "holds config.json and the *.safetensors files (`hf download NAME --local-dir FOLDER`)"
         )
     config = _read_object(folder / "config.json")

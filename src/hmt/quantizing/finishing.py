@@ -39,6 +39,7 @@ def identity(checkpoint: Checkpoint, sequences: Sequence[Sequence[int]]) -> dict
     """What the result depends on, besides options."""
     records = sorted((r.name, r.dtype, r.shape) for r in checkpoint.records.values())
     files = {record.file for record in checkpoint.records.values()} | set(copied_files(checkpoint))
+    files.add(checkpoint.path / _CONFIG)
     stats = {file.name: file.stat() for file in sorted(files)}
     return {
         "format": FORMAT_VERSION,

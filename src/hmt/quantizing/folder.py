@@ -14,10 +14,12 @@ from typing import Any, Final
 
 from hmt.base.errors import ConfigError, DiskWriteError
 from hmt.base.folders import sync_folder, writing
+from hmt.base.log import logger
 from hmt.base.units import format_bytes
 
 REPORT: Final = "quantization_report.json"
 _BEGUN: Final = "begun.json"
+_FILES: Final = "files"  # of an identity: what is known of each by its name
 
 
 class PartialFolder:
@@ -68,6 +70,11 @@ class PartialFolder:
         differs = sorted(key for key in {*known, *wanted} if known.get(key) != wanted.get(key))
         if differs:
             first = differs[0]
+            if first == _FILES:
+                raise ConfigError(
+                    f"{self.folder} was begun before {_changed(known[_FILES], wanted[_FILES])} of "
+                    "the model changed: restore that, or delete the folder to begin anew"
+                )
             raise ConfigError(
                 f"{self.folder} was begun with {first} {_brief(known.get(first))}, not "
                 f"{_brief(wanted.get(first))}: give what it was begun with, or delete the folder"
@@ -115,13 +122,23 @@ class PartialFolder:
                 self.out.rename(old)
             self.model.rename(self.out)
             sync_folder(self.out.parent)
+        try:
             shutil.rmtree(self.folder)
+        except OSError as error:  # the model is where it shall be
+            logger.warning("%s is complete; delete %s, which could not be (%s)", self.out,
+                           self.folder, error)  # fmt: skip
 
     def close(self) -> None:
         """Unlock it; what was written stays, for the next time, once it was begun."""
         if self.model.exists() and not (self.folder / _BEGUN).exists():
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
+
+
+def _changed(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The first file that is not what it was."""
+    names = {*known, *wanted}
+    return min(name for name in names if known.get(name) != wanted.get(name))
 
 
 def _brief(value: Any) -> str:

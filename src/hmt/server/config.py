@@ -15,6 +15,13 @@ MOST_SHUTDOWN_S = 86400  # a day
 _IMAGE_HOST: Final = re.compile(r"[\w.-]+(:\d{1,5})?", re.ASCII)
 
 
+# What some fields are called on the command line.
+_FLAGS: Final = {
+    "max_waiting": "--max-waiting", "default_new_tokens": "--max-tokens",
+    "max_body_bytes": "--max-body",
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """How a model is served.  `check` says what makes no sense.
@@ -25,7 +32,8 @@ class ServerConfig:
     public       listen on an address that others can reach although there are no keys
     max_waiting  answers that may wait for their turn; more are refused at once
     max_choices  answers that one request may ask for
-    default_new_tokens the longest answer of requests that do not say; less where the context ends
+    default_new_tokens the longest answer of requests that do not say; less where the context ends.
+                       None: what the context holds, and 1024 in the APIs of OpenAI's chats
     timeout_s          time that an answer may take, its wait included
     max_body_bytes     of a request
     body_timeout_s     in which a request's body must have come
@@ -48,7 +56,7 @@ class ServerConfig:
     public: bool = False
     max_waiting: int = 64
     max_choices: int = 16
-    default_new_tokens: int = 1024
+    default_new_tokens: int | None = None
     timeout_s: float = 600.0
     max_body_bytes: int = 4 * MIB
     body_timeout_s: float = 30.0
@@ -70,8 +78,12 @@ class ServerConfig:
         least = {"max_waiting": 0, "max_choices": 1, "default_new_tokens": 1, "max_body_bytes": 1}
         least["max_connections"] = 1
         for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {minimum}")
+            if getattr(self, name) is not None and getattr(self, name) < minimum:
+                flag = _FLAGS.get(name)
+                raise ConfigError(
+                    f"{name}{f' ({flag})' if flag else ''} is {getattr(self, name)}; it must be at "
+                    f"least {minimum}"
+                )
         for name in ("timeout_s", "body_timeout_s", "header_timeout_s", "idle_timeout_s",
                      "write_timeout_s"):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:

@@ -5,6 +5,7 @@ from typing import Final
 from fastapi import APIRouter
 
 from hmt.server.anthropic import messages
+from hmt.server.ollama import embeddings as ollama_embeddings
 from hmt.server.ollama import models as ollama_models
 from hmt.server.ollama import routes as ollama
 from hmt.server.openai import adapters, chat, completions, embeddings, models
@@ -21,5 +22,6 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     messages.router,
     ollama.router,
     ollama_models.router,
+    ollama_embeddings.router,
     page.router,
 )

@@ -24,6 +24,9 @@ from hmt.base.errors import (
 )
 from hmt.base.log import logger
 
+_UNREADABLE: Final = (
+    "the body is not JSON that can be read: UTF-8, not too deep, no endless numbers"
+)
 _INVALID: Final = "invalid_request_error"
 _SERVER: Final = "server_error"
 
@@ -162,6 +165,11 @@ def install(app: FastAPI) -> None:
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
         return _answer(request, _not_valid(error))
 
+    @app.exception_handler(RecursionError)
+    async def _deep(request: Request, error: RecursionError) -> Response:
+        # Nothing here recurses but over what clients nest: JSON that is read, checked and written.
+        return _answer(request, ApiError(400, _UNREADABLE, code="invalid_json"))
+
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
         return _answer(request, _of_http(request, error))
@@ -275,8 +283,7 @@ def _of_http(request: Request, error: HTTPException) -> ApiError:
         message = f"{asked}: this method is not allowed here; allowed: {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers=error.headers)
     if status == 400:  # FastAPI's, which does not say more
-        message = "the body is not JSON that can be read: UTF-8, not too deep, no endless numbers"
-        return ApiError(400, message, code="invalid_json")
+        return ApiError(400, _UNREADABLE, code="invalid_json")
     kind = _INVALID if status < 500 else _SERVER
     message = str(error.detail) or HTTPStatus(status).phrase
     return ApiError(status, message, kind=kind, headers=error.headers)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import Request as HttpRequest
 from starlette.types import Receive
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hmt.server.page.snapshot_cache import SnapshotCache
 
 LATER = -1  # priority of those who let all others go first
+_OF_CHATS: Final = 1024  # tokens of an answer where neither client nor server says a limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +31,14 @@ class ApiRequest(Request):
     """What one HTTP request wants of the engine: a Request, whose `input` each of its prompts is.
 
     max_new_tokens   also -1: what the context holds; None: the server's default, or what it holds
+    unbounded        whether the server's default is what the context holds, unless it was told one
     answers          to each prompt; `counted` is the parameter that said so
     formed           the parameter that said what the grammar is
     """
 
     owner: str
     input: list[int] = field(default_factory=list)
+    unbounded: bool = False
     answers: int = 1
     counted: str = "n"
     formed: str = "response_format"
@@ -146,10 +149,13 @@ class Service:
 
     def _request(self, request: ApiRequest, tokens: list[int]) -> Request:
         longest, room = request.max_new_tokens, max(1, self.max_positions - len(tokens))
+        default = self.config.default_new_tokens
+        if longest is None and default is None and request.unbounded:
+            longest = -1
         if request.images and longest in (None, -1) and not request.min_tokens:
             longest = None  # the engine knows what is left beside them
         elif longest is None:
-            longest = min(room, max(self.config.default_new_tokens, request.min_tokens))
+            longest = min(room, max(default or _OF_CHATS, request.min_tokens))
         elif longest == -1:
             longest = room
         if longest is not None and longest < request.min_tokens:

@@ -280,7 +280,8 @@ def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLa
     direct, converted = [], []
     for param in block.params:
         wanted = target(param.spec, block.id) if param.spec.role is Role.LINEAR else None
-        wanted = wanted if param.form is None else _unless_smaller(param, wanted)
+        if wanted is not None or param.form is not None:  # packs have few bits without a form
+            wanted = _unless_smaller(param, wanted)
         if wanted is not None:
             converted.append((param, wanted))
         elif in_place and _lies_aligned(param):
@@ -309,7 +310,7 @@ def _lay_out_block(block: BoundBlock, target: Target, in_place: bool) -> BlockLa
 
 
 def _unless_smaller(param: BoundParam, wanted: Format | None) -> Format:
-    """The format for a parameter in a form of its own where `wanted` is asked for.
+    """The format for a parameter where `wanted` is asked for.
 
     What is published in few bits is not rounded again to codes of as many, whatever scales may
     save: it stays as it is, and is multiplied with what was asked for.

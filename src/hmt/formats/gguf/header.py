@@ -188,6 +188,8 @@ def _check_magic(cursor: _Cursor) -> None:
             f"{cursor.path}: this is a Git LFS pointer of {cursor.file_bytes} bytes, not the model "
             "itself: run `git lfs pull`, or download it again"
         )
+    if not cursor.file_bytes:
+        raise HeaderError(f"{cursor.path} is empty: download it again")
     if magic != MAGIC:
         raise cursor.damaged(f"it begins with {magic!r}, not with {MAGIC!r}")
     version = cursor.u32()

@@ -17,7 +17,7 @@ from hmt.server.anthropic.unused import (
 )
 from hmt.server.fields import Fields, unsupported, wrong
 from hmt.server.images import RemoteImage, content_of, file_of_base64, file_of_url
-from hmt.server.openai.sampling import MAX_STOPS, CacheSalt, Stop
+from hmt.server.openai.sampling import MAX_STOPS, CacheSalt, Stop, TopP, nucleus
 from hmt.server.openai.tools import MAX_TOOLS
 
 
@@ -353,7 +353,7 @@ class MessagesBody(Counted):
     stream: bool | None = None
     stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     cache_salt: CacheSalt | None = None
 
@@ -362,7 +362,7 @@ class MessagesBody(Counted):
         """The same for the engine."""
         return Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            top_p=nucleus(self.top_p),
             top_k=self.top_k or 0,
         )
 

@@ -108,6 +108,7 @@ def _wanted(request: Request, service: Service, body: Asked) -> ApiRequest:
         owner=request.state.owner,
         sampling=options.sampling(body.scored),
         max_new_tokens=options.longest,
+        unbounded=True,  # as with Ollama
         stop=options.stops,
         grammar=body.grammar,
         formed="format",

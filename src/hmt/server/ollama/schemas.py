@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from hmt.contracts.request import Grammar, GrammarKind, Sampling
-from hmt.server.fields import Fields, unsupported, wrong
+from hmt.server.fields import Fields, Refusal, unsupported, wrong
 from hmt.server.images import content_of, file_of_base64
 from hmt.server.ollama.unused import (
     CHAT_REFUSED,
@@ -17,7 +17,8 @@ from hmt.server.ollama.unused import (
     OPTIONS_REFUSED,
 )
 from hmt.server.openai.messages import CalledFunction
-from hmt.server.openai.sampling import MAX_STOPS, Stop
+from hmt.server.openai.sampling import MAX_STOPS, Stop, TopP, nucleus
+from hmt.server.openai.schemas import MAX_INPUTS
 from hmt.server.openai.tools import MAX_TOOLS, Tool
 
 _RANDOM: Final = -1  # a seed that is none
@@ -36,7 +37,7 @@ class Options(Fields):
     num_ctx: Annotated[int, Field(ge=0)] | None = None
     num_predict: Annotated[int, Field(ge=-2)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
@@ -75,7 +76,7 @@ class Options(Fields):
         return Sampling(
             temperature=0.8 if self.temperature is None else self.temperature,
             top_k=40 if self.top_k is None else max(0, self.top_k),
-            top_p=0.9 if self.top_p is None else self.top_p,
+            top_p=nucleus(self.top_p, 0.9),
             min_p=self.min_p or 0.0,
             repetition_penalty=self.repeat_penalty or 1.0,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -261,6 +262,38 @@ class GenerateBody(Asked):
         content = pictured(self.prompt, self.files)
         begins = [{"role": "system", "content": self.system}] if self.system else []
         return [*begins, {"role": "user", "content": content}]
+
+
+class Embedded(Fields):
+    """What both endpoints of embeddings take.  `truncate`: cut long inputs; true where not said."""
+
+    IGNORED = {**IGNORED, "options": "a text is read, and nothing is chosen"}  # noqa: RUF012
+
+    model: str
+
+
+class EmbedBody(Embedded):
+    """POST /api/embed.  Without input it tells that the model is loaded, as with Ollama."""
+
+    REFUSED = {"prompt": Refusal("write input")}  # noqa: RUF012
+
+    input: str | Annotated[list[str], Field(max_length=MAX_INPUTS)] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """All of them."""
+        given = self.input or []
+        return [given] if isinstance(given, str) else given
+
+
+class EmbeddingsBody(Embedded):
+    """POST /api/embeddings, which is older: one prompt."""
+
+    REFUSED = {"input": Refusal("write prompt, or ask /api/embed")}  # noqa: RUF012
+
+    prompt: str | None = None
 
 
 class ShowBody(Fields):

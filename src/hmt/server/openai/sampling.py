@@ -18,6 +18,7 @@ MAX_CHOICES = 1024
 MAX_STOP_IDS = 1024
 MAX_SALT = 256  # characters
 MIN_TIMEOUT_S = 0.01  # less is over before a request is read
+_LEAST_TOP_P = 1e-6  # for 0, which clients send for the likeliest token alone
 
 _TOKEN = re.compile("[0-9]{1,18}")  # int() refuses more than 4300 digits
 
@@ -35,6 +36,12 @@ def _some(tokens: int) -> int:
 
 
 Longest = Annotated[int, Field(ge=-1), AfterValidator(_some)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+
+
+def nucleus(top_p: float | None, otherwise: float = 1.0) -> float:
+    """The same for the engine, to which 0 is no share; `otherwise` where nothing is said."""
+    return otherwise if top_p is None else max(top_p, _LEAST_TOP_P)
 
 
 class StructuredOutputs(Fields):
@@ -88,7 +95,7 @@ class Sampler(Fields):
     model: str
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -154,7 +161,7 @@ class Sampler(Fields):
         """The same for the engine.  As with OpenAI, temperature is 1 where nothing is said."""
         return Sampling(
             temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
+            top_p=nucleus(self.top_p),
             top_k=max(0, _or(self.top_k, 0)),
             min_p=_or(self.min_p, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),

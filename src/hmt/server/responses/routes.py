@@ -3,16 +3,17 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from hmt.server.errors import ApiError
 from hmt.server.generation import Generation
 from hmt.server.openai.chat_turn import ChatTurn, begin_chat
 from hmt.server.openai.request import api_request
-from hmt.server.responses.conversation import Conversation
+from hmt.server.responses.conversation import Conversation, page_of
 from hmt.server.responses.items import chat_of, images_in
 from hmt.server.responses.output import Event
 from hmt.server.responses.schemas import ResponsesBody
@@ -32,9 +33,11 @@ async def create_response(body: ResponsesBody, request: Request) -> Response:
     given = await asyncio.to_thread(json.loads, await request.body())
     conversation = Conversation(_store_of(request), request.state.owner, body, given)
     items = await conversation.items()
-    wanted = api_request(
-        request, body, longest=body.max_output_tokens, logprobs=body.logprobs, answers=1
-    )
+    wanted = replace(
+        api_request(request, body, longest=body.max_output_tokens, logprobs=body.logprobs,
+                    answers=1),
+        unbounded=True,  # agents say no limit, and a call that is cut off is lost
+    )  # fmt: skip
     tools = body.callable
     turn = ChatTurn(
         messages=chat_of(body.instructions, items),
@@ -79,6 +82,19 @@ async def stored_response(response_id: str, request: Request, stream: bool = Fal
         raise ApiError(400, why, param="stream", code="unsupported")
     found = _store_of(request).get(request.state.owner, response_id)
     return Response(found.response, media_type="application/json")
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def input_items(
+    response_id: str,
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> Response:
+    """What a stored response answered: its input, behind all that it went on from."""
+    found = _store_of(request).held(request.state.owner, response_id)
+    return _json(await asyncio.to_thread(page_of, found, after, limit, order))
 
 
 @router.delete("/v1/responses/{response_id}")

@@ -19,24 +19,32 @@ class StoredResponse:
 
     owner     whose key it belongs to; "" without keys
     response  as JSON
-    given     the items of its input, as a JSON list
+    given     the items of its input, as a JSON list; each has an id
     previous  the response that it goes on from
+    ids       of the items of its input, and of its own
     """
 
     owner: str
     response: bytes
     given: bytes
     previous: str | None
+    ids: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
         """Bytes that it takes, about."""
-        return len(self.response) + len(self.given) + _OVERHEAD
+        return len(self.response) + len(self.given) + sum(map(len, self.ids)) + _OVERHEAD
 
     @property
     def output(self) -> list[dict[str, Any]]:
         """Its items."""
         found: list[dict[str, Any]] = json.loads(self.response)["output"]
+        return found
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The items of its input."""
+        found: list[dict[str, Any]] = json.loads(self.given)
         return found
 
 
@@ -48,7 +56,7 @@ class ResponseStore:
     most_bytes: int = MOST_BYTES
     held_bytes: int = 0
     _entries: "OrderedDict[str, StoredResponse]" = field(default_factory=OrderedDict)
-    _items: dict[str, str] = field(default_factory=dict)  # which response has which item
+    _items: dict[tuple[str, str], str] = field(default_factory=dict)  # (owner, item): its response
 
     def __len__(self) -> int:
         """Responses that are held."""
@@ -56,9 +64,12 @@ class ResponseStore:
 
     def put(self, name: str, entry: StoredResponse) -> None:
         """Keep a response.  One that is larger than all may be together is not kept."""
+        if entry.size > self.most_bytes:
+            return
         self._entries[name] = entry
         self.held_bytes += entry.size
-        self._items.update((item["id"], name) for item in entry.output)
+        for item in entry.ids:
+            self._items.setdefault((entry.owner, item), name)
         while len(self._entries) > self.most_responses or self.held_bytes > self.most_bytes:
             self._drop(next(iter(self._entries)))
 
@@ -77,26 +88,42 @@ class ResponseStore:
 
     def before(self, owner: str, name: str) -> list[StoredResponse]:
         """A response and all that it goes on from, the first one first.  Raises ApiError 400."""
+        found = self._chain(owner, name)
+        gone = found[-1].previous if found else name
+        if gone is not None:
+            raise ApiError(
+                400,
+                self._gone(gone) + ": send the whole conversation as input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return found[::-1]
+
+    def held(self, owner: str, name: str) -> list[StoredResponse]:
+        """A response and those that it goes on from, as far as they are held, the first one first.
+
+        Raises ApiError 404.
+        """
+        self.get(owner, name)
+        return self._chain(owner, name)[::-1]
+
+    def _chain(self, owner: str, name: str) -> list[StoredResponse]:
+        """A response and those that it goes on from, until one that is not there."""
         found: list[StoredResponse] = []
         wanted: str | None = name
         while wanted is not None:
             entry = self._entries.get(wanted)
             if entry is None or entry.owner != owner:
-                raise ApiError(
-                    400,
-                    self._gone(wanted) + ": send the whole conversation as input",
-                    param="previous_response_id",
-                    code="previous_response_not_found",
-                )
+                break
             self._entries.move_to_end(wanted)
             found.append(entry)
             wanted = entry.previous
-        return found[::-1]
+        return found
 
     def item(self, owner: str, name: str) -> dict[str, Any]:
-        """An item of a response's output.  Raises ApiError 404."""
-        entry = self._entries.get(self._items.get(name, ""))
-        for item in entry.output if entry is not None and entry.owner == owner else ():
+        """An item of a response, or of its input.  Raises ApiError 404."""
+        entry = self._entries.get(self._items.get((owner, name), ""))
+        for item in () if entry is None else (*entry.asked, *entry.output):
             if item["id"] == name:
                 return item
         raise ApiError(
@@ -116,5 +143,6 @@ class ResponseStore:
     def _drop(self, name: str) -> None:
         entry = self._entries.pop(name)
         self.held_bytes -= entry.size
-        for item in entry.output:
-            self._items.pop(item["id"], None)
+        for item in entry.ids:
+            if self._items.get((entry.owner, item)) == name:
+                del self._items[entry.owner, item]

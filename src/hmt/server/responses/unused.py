@@ -38,7 +38,10 @@ BODY_REFUSED: Final[Mapping[str, Refusal]] = {
     "response_format": Refusal("write text, with a format"),
     "reasoning_effort": Refusal("write reasoning, with an effort"),
     "logprobs": Refusal('write top_logprobs, and "message.output_text.logprobs" in include'),
-    "truncation": Refusal("prompts are not shortened: send what fits the context", ("disabled",)),
+    # "auto" changes nothing of a prompt that fits, and others are refused for their length.
+    "truncation": Refusal(
+        "prompts are not shortened: send what fits the context", ("disabled", "auto")
+    ),
     "n": Refusal("there is one answer", (1,)),
     "best_of": Refusal("there is one answer", (1, 0)),
 }  # fmt: skip

@@ -175,7 +175,12 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     try:
         raw = file.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        if not any(folder.glob("data-*.hmt")):
+            raise MissingFileError(
+                f"{folder} is no pack, a folder that `hmt convert MODEL PACK` makes: name one, or "
+                "make one of it"
+            ) from None
         raise MissingFileError(
             f"{file} is missing: the pack is unfinished or was copied in part; {_AGAIN}"
         ) from None
