@@ -77,6 +77,7 @@ def _compared(
         model = engine.load_model(folder)
         store = model._core.memory.images
         assert store is not None, model.summary().notes
+        encoder: Any = store._encoder
         for number in range(task.rounds + 1):
             (image,), hold = store.hold([picture(task.side, number)])
             given = {k: v.to(peer.dtype) if v.is_floating_point() else v
@@ -89,7 +90,7 @@ def _compared(
             if number:  # the first reads the weights
                 ours.append(between - begin)
                 theirs.append(end - between)
-            patches = store._encoder._sizes.patches(image.inputs)
+            patches = encoder._sizes.patches(image.inputs)
             del hold
         machine = describe(model.prepared.machine)
     rows = out if isinstance(out, torch.Tensor) else torch.cat(list(out))
