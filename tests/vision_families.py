@@ -128,6 +128,13 @@ FAMILIES: dict[str, Case] = {
     "llava_onevision": ("llava_onevision", {"model_type": "qwen2"}, _SIGLIP, _ONE, _ONE_PROCESSOR),
     "idefics3": ("idefics3", {"model_type": "llama"}, _TOWER, _IDEFICS_OWN, {"image_seq_len": 9}),
 }
+FAMILIES["pixtral"] = (  # of 12B: a LLaVA whose patches are tokens, each row with one behind it
+    "llava",
+    {"model_type": "mistral", "sliding_window": None},
+    _PIXTRAL,
+    {"image_token_index": IMAGE, "vision_feature_layer": -1} | _FULL,
+    {},
+)
 # Of a type that no list in HMT names.
 FAMILIES["deepseek_vl"] = (
     "deepseek_vl",
@@ -274,6 +281,7 @@ def publish_family(case: Case, model: PreTrainedModel, folder: Path) -> None:
     """Write a checkpoint with everything that images need."""
     kind, _, vision, _, processor = case
     model.save_pretrained(folder)
+    kind = "mistral3" if vision.get("model_type") == "pixtral" else kind
     images = dict(_IMAGES[kind])
     if kind == "gemma3":
         images["size"] = {"height": vision["image_size"], "width": vision["image_size"]}
@@ -303,8 +311,8 @@ def family_logits(
     config = model.config
     processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")
     more: dict[str, Any] = {}
-    if config.model_type == "mistral3":
-        side = config.vision_config.patch_size * config.spatial_merge_size
+    if config.vision_config.model_type == "pixtral":
+        side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
         more["patch_size"] = {"height": side, "width": side}
     if config.model_type == "idefics3":
         images = [images]  # type: ignore[list-item]

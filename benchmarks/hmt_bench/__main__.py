@@ -8,6 +8,7 @@ from hmt_bench.commands import (
     bigger_than_ram,
     cache,
     drift,
+    encoders,
     gpu,
     hybrid,
     images,
@@ -36,6 +37,7 @@ app = typer.Typer(
 app.command("adapters")(adapters.adapters)
 app.command("cache")(cache.cache)
 app.command("drift")(drift.drift)
+app.command("encoders")(encoders.encoders)
 app.command("gpu")(gpu.gpu)
 app.command("hybrid")(hybrid.hybrid)
 app.command("images")(images.images)

@@ -35,6 +35,7 @@ class Task:
     side     pixels in each direction
     tokens   of each answer
     peer     whether transformers is measured, too
+    encoder_layers   of the encoder; 0: all
     """
 
     shape: str
@@ -45,6 +46,7 @@ class Task:
     tokens: int = 33
     rounds: int = 3
     peer: bool = True
+    encoder_layers: int = 0
 
 
 @dataclass(slots=True)
@@ -72,6 +74,9 @@ def run(
     if task.layers:
         shape = replace(shape, text=shape.text | {"num_hidden_layers": task.layers})
         name += f"-{task.layers}"
+    if task.encoder_layers:
+        shape = replace(shape, vision=shape.with_layers(task.encoder_layers))
+        name += f"-encoder-{task.encoder_layers}"
     progress(f"writing {name}")
     model = written(folder / name, shape)
     runs, features = [], None

@@ -30,6 +30,7 @@ class VisionShape:
     text     of the language model
     vision   of the encoder
     pixels   the fewest and the most that images are resized to
+    more     fields besides, of config.json and of the image processor's
     """
 
     kind: str
@@ -37,6 +38,13 @@ class VisionShape:
     text: dict[str, Any]
     vision: dict[str, Any]
     pixels: tuple[int, int]
+    more: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+
+    def with_layers(self, layers: int) -> dict[str, Any]:
+        """`vision` with so many layers, of which the last is as the whole's last."""
+        changed = {k: [layers - 1] for k in self.vision if k.endswith("_indexes")}
+        name = "depth" if "depth" in self.vision else "num_hidden_layers"
+        return self.vision | changed | {name: layers}
 
     def config(self, known_tokens: int) -> dict[str, Any]:
         """What config.json says; `known_tokens` does not count."""
@@ -49,6 +57,7 @@ class VisionShape:
             vision_config=self.vision,
             tie_word_embeddings=False,
             **_TOKENS,
+            **self.more[0],
         )
         content: dict[str, Any] = made.to_dict()
         return content | {"architectures": [self.architecture], "dtype": "bfloat16"}
@@ -88,6 +97,26 @@ def _qwen3(text: dict[str, Any], sections: list[int], vision: dict[str, Any]) ->
     )
 
 
+def _llava(text: dict[str, Any], vision: dict[str, Any]) -> VisionShape:
+    side = vision["image_size"]
+    square = {"height": side, "width": side}
+    return VisionShape(
+        "llava",
+        "LlavaForConditionalGeneration",
+        {"model_type": "qwen2"} | text,
+        {"model_type": "siglip_vision_model", "vision_use_head": False} | vision,
+        (side * side, side * side),
+        (
+            {
+                "image_token_index": IMAGE,
+                "vision_feature_layer": -1,
+                "vision_feature_select_strategy": "full",
+            },
+            {"image_processor_type": "SiglipImageProcessor", "size": square},
+        ),
+    )
+
+
 _SMALL = {
     "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -114,6 +143,16 @@ SHAPES: Final = {
         {
             "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
             "deepstack_visual_indexes": [8, 16, 24],
+        },
+    ),
+    "siglip-so400m": _llava(  # of as many pixels as Gemma 3 gives it
+        {
+            "vocab_size": 152064, "hidden_size": 2560, "intermediate_size": 10240,
+            "num_hidden_layers": 34, "num_attention_heads": 20, "num_key_value_heads": 4,
+        },
+        {
+            "num_hidden_layers": 27, "hidden_size": 1152, "intermediate_size": 4304,
+            "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
         },
     ),
     "qwen2.5-vl-small": _qwen25(
@@ -146,7 +185,7 @@ def written(folder: Path, shape: VisionShape) -> Path:
             "temporal_patch_size": 2,
             "merge_size": 2,
             "size": {"shortest_edge": least, "longest_edge": most},
-        }
+        } | shape.more[1]
         (folder / _DONE).write_text(json.dumps(processor))
     return folder
 

@@ -28,6 +28,7 @@ ARCHITECTURES = {
     "mistral3": gguf.MODEL_ARCH.MISTRAL3,
     "internvl": gguf.MODEL_ARCH.QWEN2,
     "llava": gguf.MODEL_ARCH.LLAMA,
+    "pixtral": gguf.MODEL_ARCH.LLAMA,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
@@ -37,6 +38,7 @@ PROJECTORS = {
     "qwen3_5": "qwen3vl_merger",
     "mistral3": "pixtral",
     "llava": "mlp",
+    "pixtral": "pixtral",
 }
 # Tokens of vision_models.py in Qwen's words.
 _WORDS = {4: "<|vision_start|>", 5: "<|vision_end|>", 6: "<|image_pad|>", 7: "<|video_pad|>"}
@@ -48,16 +50,24 @@ _OWN_WORDS = {
     "internvl": {4: "<img>", 5: "</img>", 6: "<IMG_CONTEXT>"},
     "llava": {6: "<image>"},
 }  # fmt: skip
-_EPSILONS = {"mistral3": 1e-5, "llava": 1e-5}
+_OWN_WORDS["pixtral"] = _OWN_WORDS["mistral3"]
+_EPSILONS = {"mistral3": 1e-5, "llava": 1e-5, "pixtral": 1e-5}
+_ROWS = ("mistral3", "pixtral")
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
 _SWAPPED = re.compile(r"ffn_(up|down)")
 _DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 
 
+def kind_of(model: PreTrainedModel) -> str:
+    """The model's type; of Pixtral 12B, a LLaVA to transformers, its tower's."""
+    kind, tower = model.config.model_type, model.config.vision_config.model_type
+    return tower if (kind, tower) == ("llava", "pixtral") else kind
+
+
 def write_text(model: PreTrainedModel, path: Path, arch: gguf.MODEL_ARCH | None = None) -> Path:
     """The language model, in f32."""
     config = model.config.text_config
-    arch = ARCHITECTURES[model.config.model_type] if arch is None else arch
+    arch = ARCHITECTURES[kind_of(model)] if arch is None else arch
     file = ModelFile(arch, config, lambda name: "F32")
     tensors = model.state_dict()
     seeing = ("visual", "vision_tower", "multi_modal_projector")
@@ -73,8 +83,8 @@ def write_text(model: PreTrainedModel, path: Path, arch: gguf.MODEL_ARCH | None 
     file.add(own)
 
     def more(writer: GGUFWriter) -> None:
-        _vocabulary(writer, _OWN_WORDS.get(model.config.model_type, _WORDS))
-        if model.config.model_type in _OWN_WORDS:
+        _vocabulary(writer, _OWN_WORDS.get(kind_of(model), _WORDS))
+        if kind_of(model) in _OWN_WORDS:
             return
         sections = config.rope_parameters["mrope_section"]
         writer.add_rope_dimension_sections([*sections, 0])
@@ -122,7 +132,7 @@ def write_mmproj(
     changed   keys that say something else than the model
     """
     writer = GGUFWriter(path, "clip")
-    own = model.config.model_type in _OWN_WORDS
+    own = kind_of(model) in _OWN_WORDS
     (_add_square_keys if own else _add_keys)(writer, model, changed)
     with torch.no_grad():
         for parts in (_square_tensors if own else _tensors)(model):
@@ -149,7 +159,7 @@ def _other(match: re.Match[str]) -> str:
 
 
 def _add_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any]) -> None:
-    vision, kind = model.config.vision_config, model.config.model_type
+    vision, kind = model.config.vision_config, kind_of(model)
     old = kind == "qwen2_vl"
     writer.add_clip_has_vision_encoder(True)
     writer.add_clip_projector_type(changed.get("projector", PROJECTORS[kind]))
@@ -179,7 +189,7 @@ def _add_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any
 
 def _tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """What the file has of each parameter: names, and views of it."""
-    kind, vision = model.config.model_type, model.config.vision_config
+    kind, vision = kind_of(model), model.config.vision_config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(vision.depth, 3))
     for whole, tensor in model.state_dict().items():
         if not whole.startswith("model.visual."):
@@ -208,7 +218,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]
 
 def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[str, Any]) -> None:
     """Of others than Qwen's."""
-    vision, kind = model.config.vision_config, model.config.model_type
+    vision, kind = model.config.vision_config, kind_of(model)
     side, patch = (
         n if isinstance(n, int) else n[0] for n in (vision.image_size, vision.patch_size)
     )
@@ -225,12 +235,13 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
     writer.add_vision_image_mean(means[0])
     writer.add_vision_image_std(means[1])
     writer.add_vision_attention_layernorm_eps(changed.get("epsilon", _EPSILONS.get(kind, 1e-6)))
-    if kind == "mistral3":
+    if kind in _ROWS:
         (writer.add_vision_use_silu if vision.hidden_act == "silu" else writer.add_vision_use_gelu)(
             True
         )
-        merge = changed.get("merge", model.config.spatial_merge_size)
-        writer.add_vision_spatial_merge_size(merge)
+        merge = changed.get("merge", getattr(model.config, "spatial_merge_size", None))
+        if merge is not None:
+            writer.add_vision_spatial_merge_size(merge)
         return
     if kind == "llava":
         writer.add_bool("clip.use_gelu", False)
@@ -250,7 +261,7 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
 
 def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """As `_tensors`, of others than Qwen's."""
-    kind, vision = model.config.model_type, model.config.vision_config
+    kind, vision = kind_of(model), model.config.vision_config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(vision.num_hidden_layers, 4))
     for whole, tensor in model.state_dict().items():
         name = whole.removeprefix("model.").replace("_weight", ".weight")
@@ -268,12 +279,12 @@ def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Te
             assert target is not None, name
             if kind == "llava":  # whose converter begins at 0
                 target = target.replace("mm.1.", "mm.0.")
-            if kind == "mistral3" and (".attn_q." in target or ".attn_k." in target):
+            if kind in _ROWS and (".attn_q." in target or ".attn_k." in target):
                 pairs = tensor.unflatten(0, (vision.num_attention_heads, 2, -1)).transpose(1, 2)
                 yield [(target, pairs)]
             else:
                 yield [(target, tensor)]
-        elif kind == "mistral3" and name.endswith("embed_tokens.weight"):
+        elif kind in _ROWS and name.endswith("embed_tokens.weight"):
             yield [("v.token_embd.img_break", tensor[4])]
 
 

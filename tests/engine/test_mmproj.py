@@ -104,7 +104,10 @@ def test_an_encoder_elsewhere_is_named(files_of: Any, tmp_path: Path) -> None:
 
 def test_a_folder_holds_a_model_and_its_encoder(files_of: Any, tmp_path: Path) -> None:
     _, file = files_of("qwen3_vl")
-    assert logprobs_of(answer(file.parent, asked())) == logprobs_of(answer(file, asked()))
+    with hmt.Engine(**OPTIONS) as engine:
+        model = engine.load_model(file.parent)
+        assert logprobs_of(model.infer(asked())) == logprobs_of(answer(file, asked()))
+        assert "sees images by mmproj-F16.gguf" in model.summary().notes
     shutil.copy(file.with_name("mmproj-F16.gguf"), tmp_path)
     with pytest.raises(CheckpointError, match="encoders of images alone"):
         answer(tmp_path, asked())
@@ -314,6 +317,23 @@ def test_mistral3_sees_rows(kind: str, tmp_path: Path) -> None:
             answer(file, asked(words), mmproj=mmproj)
 
 
+def test_pixtral_sees_rows_of_patches(tmp_path: Path) -> None:
+    """Pixtral 12B's tokens are its patches: its files merge none."""
+    kind, text, tower, own, processor = FAMILIES["pixtral"]
+    case = (kind, text, dict(tower) | {"image_size": 48}, own, processor)
+    model = family_model(case)
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16")
+    file = write_text(model, tmp_path / "model.gguf")
+    words = [300, IMAGE, 81, IMAGE, 45]
+    whole, got = spoken(file, words)
+    rows, narrow = [*[IMAGE] * 10, BEGIN], [*[IMAGE] * 5, BEGIN]
+    assert whole == [300, *rows * 5, *rows[:-1], END, 81, *narrow * 11, *narrow[:-1], END, 45]
+    check_logprobs(case, model, tmp_path / "folder", whole, got)
+    write_mmproj(model, mmproj, merge=2)
+    with pytest.raises(CheckpointError, match="spatial_merge_size 2"):
+        answer(file, asked(words), mmproj=mmproj)
+
+
 @pytest.mark.parametrize("name", ["internvl", "internvl-biased", "internvl-normed"])
 def test_internvl_sees_tiles(name: str, tmp_path: Path) -> None:
     """Their tokens stand between two that the language model's vocabulary names."""
@@ -377,6 +397,8 @@ def test_llava_without_a_token_of_images_reads_text(
 ) -> None:
     """As files of the model that its authors published, whose program marks images."""
     model = vision_model("llava")
+    file = write_text(model, tmp_path / "model.gguf")
+    assert "no mmproj*.gguf beside model.gguf" in open_gguf(file).images_refused
     monkeypatch.setitem(mmproj_files._OWN_WORDS, "llava", {6: "<other>"})
     file = write_text(model, tmp_path / "model.gguf")
     assert not open_gguf(file).images_refused  # no Llama is asked for an encoder

@@ -1,6 +1,8 @@
 """Images of further families: logits of transformers, budgets, chunks, prefixes."""
 
+import json
 import random
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -149,7 +151,7 @@ def test_requests_run_together(loaded: tuple[str, Any]) -> None:
         assert logprobs_of(answer) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "mistral3"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("mistral3", "pixtral")])
 def test_text_is_written_as_transformers_does(name: str, folder_of: Any) -> None:
     """Also where text beside an image meets text that is written with it."""
     reference, folder = folder_of(name)
@@ -161,6 +163,32 @@ def test_text_is_written_as_transformers_does(name: str, folder_of: Any) -> None
         model = engine.load_model(folder)
         found = model._input.process(asked(text), None)  # type: ignore[arg-type]
     assert [t for t in found.state.tokens if t] == [t for t in list(wanted) if t]
+
+
+def test_files_of_a_processor_are_read_within_limits(
+    folder_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by AutoTokenizer; a child process encodes with parts that may take any time."""
+    _, folder = folder_of("llava_next")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    part = {"type": "Replace", "pattern": {"Regex": "(?:(x+x+)+y){2}"}, "content": "z"}
+    tokenizer["normalizer"] = part
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    processor = json.loads((folder / "processor_config.json").read_text())
+    sound = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": "x/y"}
+    said = processor | {"audio_tokenizer": sound}
+    (tmp_path / "processor_config.json").write_text(json.dumps(said))
+
+    def refused(*args: Any, **more: Any) -> None:
+        raise AssertionError("transformers reads the tokenizer")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refused)
+    found = []
+    for where in (folder, tmp_path):
+        with hmt.Engine(host_memory="64MiB", **OPTIONS) as engine:
+            found.append(logprobs_of(engine.load_model(where).infer(asked(prompt("llava_next")))))
+    assert found[1] == found[0]
 
 
 def test_an_image_that_no_step_holds_is_refused(folder_of: Any) -> None:

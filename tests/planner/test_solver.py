@@ -15,6 +15,7 @@ from hmt.contracts.plan import Tier
 from hmt.planner import Demand, PlanOptions, activation_bytes, explain, smallest_budget, solve
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.workload import workload_of
+from hmt.planner.placement.encoder import image_bytes
 
 MACHINE = Machine("test", 2, 1 << 34, 2e9, ComputeRates(40e9))
 
@@ -87,6 +88,25 @@ def test_more_memory_never_keeps_less(demand: Demand, extra: int, more: int) -> 
     kept = [p.reserved["resident"] + p.reserved["slots"] for p in (small, large)]
     assert kept[1] >= kept[0] - (large.reserved["staging"] - small.reserved["staging"])
     assert large.max_prefill_tokens == small.max_prefill_tokens, "the chunk decides kernels' shapes"
+
+
+@settings(deadline=None)
+@given(
+    demand=demands(), extra=st.integers(0, 1 << 26), usual=st.integers(1, 1 << 24),
+    most=st.integers(1, 1 << 26),
+)  # fmt: skip
+def test_images_get_room_for_a_usual_one_without_taking_most(
+    demand: Demand, extra: int, usual: int, most: int
+) -> None:
+    """An eighth of what is left, or a quarter where the CPU encodes one that takes it."""
+    demand = replace(demand, image_bytes=usual + most, encoding_bytes=(usual, usual + most))
+    least = smallest_budget(demand, options(0))
+    held = solve(demand, options(least + extra), MACHINE).reserved["images"]
+    assert held <= extra // 4
+    assert image_bytes(demand, extra, on_host=True) >= min(usual, extra // 4)
+    for on_host in (True, False):
+        assert image_bytes(demand, extra, on_host=on_host) >= min(usual + most, extra // 8)
+    assert image_bytes(demand, extra, on_host=False) <= extra // 8
 
 
 @given(demand=demands())

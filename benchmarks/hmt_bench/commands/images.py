@@ -26,6 +26,9 @@ def images(
     layers: Annotated[
         int, typer.Option(min=0, help="Layers of the language model; 0: all that it has.")
     ] = 0,
+    encoder_layers: Annotated[
+        int, typer.Option(min=0, help="Layers of the encoder; 0: all that it has.")
+    ] = 0,
     side: Annotated[int, typer.Option(min=32, help="Pixels of an image in each direction.")] = 1024,
     tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 33,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; medians count.")] = 3,
@@ -44,7 +47,7 @@ def images(
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device}: give cpu or cuda")
     runs = tuple(_memory(one, device) for one in memory.split(","))
-    task = Task(shape, device, runs, layers, side, tokens, rounds, peer)
+    task = Task(shape, device, runs, layers, side, tokens, rounds, peer, encoder_layers)
     with notes().status("starting") as status:
         content = run(models, task, status.update)
     Console(highlight=False).print(_table(content))

@@ -104,6 +104,7 @@ class Checkpoint:
     spare       records that are known and that no model needs, such as scales of activations
     processor   what preprocessor_config.json would say; None where there is that file, or no images
     images_refused   why images cannot be encoded, where it is known without opening a model
+    mmproj      the other file, which has the encoder of images; None where there is none
     """
 
     path: Path
@@ -115,3 +116,4 @@ class Checkpoint:
     spare: frozenset[str] = frozenset()
     processor: Mapping[str, Any] | None = None
     images_refused: str = ""
+    mmproj: Path | None = None

@@ -252,6 +252,16 @@ class Tokenizer:
         return any(f"{mark}{word}{mark}" in source for mark in "'\"")
 
     @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The vocabulary and added tokens, which nobody else may change."""
+        return self._backend
+
+    @property
+    def confined(self) -> bool:
+        """Whether a child process encodes, and `backend` cannot."""
+        return self._confined is not None
+
+    @property
     def about(self) -> dict[str, Any]:
         """What tokenizer_config.json says, with special tokens and the chat template as text."""
         ours = ("chat_templates", "eos_token_ids", "infill", "literal_tokens")  # of a GGUF file

@@ -92,12 +92,11 @@ def _with_encoder(
     """The checkpoint with its encoder of images, or the reason why it has none."""
     if mmproj is not None:
         return _joined(checkpoint, metadata, read_gguf(mmproj))
-    kinds = {kind for p in PROJECTORS.values() if not p.also_blind for kind in p.models}
     why = ""
-    if metadata["general.architecture"] in kinds:
+    if _sees(metadata):
         why = (
-            f"there is no mmproj*.gguf beside {checkpoint.path.name}, with its encoder of images: "
-            "download it, or say where it is (--mmproj)"
+            f"there is no mmproj*.gguf beside {checkpoint.path.name}, with its encoder of images, "
+            "such as mmproj-F16.gguf: download it, or say where it is (--mmproj)"
         )
     for file in beside(checkpoint.path):
         try:
@@ -105,6 +104,17 @@ def _with_encoder(
         except CheckpointError as error:
             why = str(error)
     return replace(checkpoint, images_refused=why)
+
+
+def _sees(metadata: Mapping[str, Any]) -> bool:
+    """Whether a language model is one that is published with an encoder of images.
+
+    By its architecture, or, where others have that too, by a token for images.
+    """
+    kinds = [p for p in PROJECTORS.values() if metadata["general.architecture"] in p.models]
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    known = tokens if isinstance(tokens, list) else []
+    return any(not p.also_blind or next(iter(p.tokens.values())) in known for p in kinds)
 
 
 def _joined(checkpoint: Checkpoint, metadata: Mapping[str, Any], header: GgufHeader) -> Checkpoint:
@@ -117,6 +127,7 @@ def _joined(checkpoint: Checkpoint, metadata: Mapping[str, Any], header: GgufHea
         records={**checkpoint.records, **header.records},
         forms={**checkpoint.forms, **encoder.forms},
         processor=encoder.processor,
+        mmproj=header.path,
         spare=checkpoint.spare | header.records.keys(),  # packs and drafts hold text alone
     )
 

@@ -217,23 +217,24 @@ def axial(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
 def rows_of_tokens(
     keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of Mistral 3."""
+    """Of Mistral 3, and of Pixtral 12B, a LLaVA to transformers, which merges no patches."""
     merge, patch, name = keys.count(MERGE, 1), vision["patch_size"], "mm.patch_merger.weight"
-    if name not in records:
-        raise CheckpointError(
-            f"{keys.what} has no {name}, as those of Pixtral 12B: use the model's safetensors"
-        )
-    merged = size_of(records, name, 1)
+    merges = name in records
+    merged = size_of(records, name, 1) if merges else vision["hidden_size"]
     if merge > _MOST_MERGE or merged != vision["hidden_size"] * merge**2:
         raise keys.unread(MERGE, f"and its tokens are made of {merged} numbers")
     longest = vision["image_size"]
     if not patch * merge <= longest <= _MOST_SIDE:
         raise keys.unread("vision.image_size", f"and a token has {patch * merge} pixels")
-    own = {
-        "spatial_merge_size": merge,
+    own: dict[str, Any] = {
         "vision_feature_layer": -1,
         "multimodal_projector_bias": "mm.1.bias" in records,
     }
+    if merges:
+        own |= {"spatial_merge_size": merge}
+    else:
+        own |= {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+        own |= {"vision_feature_select_strategy": "full"}
     return own, {"size": {"longest_edge": longest}, "patch_size": patch}
 
 

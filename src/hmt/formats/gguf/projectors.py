@@ -50,7 +50,7 @@ class ImageEncoderFile:
     forms       parameters by transformers' names
     out_width   numbers of a token's features
     deepstack   layers that are given features besides
-    own         fields of config.json besides
+    own         fields of config.json besides, or in the place of the type's
     """
 
     vision: dict[str, Any]

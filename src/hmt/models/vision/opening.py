@@ -20,11 +20,13 @@ from hmt.models.registry import TEXT_ONLY
 from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
 from hmt.models.vision.processing import (
+    ROWS,
     Processing,
     from_file,
     with_text,
     writes_text,
 )
+from hmt.text.small_file import read_object
 
 # Whose image processor tells of a grid of patches, and whose positions have three axes.
 _OF_GRIDS: Final = (
@@ -45,7 +47,7 @@ _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of
 # be called.  Of all types but these three groups it is seen by calling them.
 _REPLACING: Final = ("gemma3", "gemma4", "idefics3")
 # Towers that make masks.
-_MASKED: Final = ("pixtral", "gemma4_vision", "idefics3_vision", "smolvlm_vision")
+_MASKED: Final = (ROWS, "gemma4_vision", "idefics3_vision", "smolvlm_vision")
 _PROBED: Final = 1536  # pixels in each direction of what stands for the largest image
 IMAGES_REFUSED: Final = "images are refused"  # how the remark begins that says why
 _TOKENS: Final = ("image_token_id", "image_token_index")
@@ -106,11 +108,14 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         for param in block.params:
             if not any(source in names for source in param.sources):
                 return _without(model, f"the checkpoint has no tensor {param.sources[0]}")
+    remarks = [remark for remark in model.spec.remarks if remark != TEXT_ONLY]
+    if checkpoint.mmproj is not None:
+        remarks.append(f"sees images by {checkpoint.mmproj.name}")
     found = VisionModel(model, encoder)
     found.spec = replace(
         model.spec,
         blocks=(*model.spec.blocks, *encoder.tower.blocks),
-        remarks=tuple(remark for remark in model.spec.remarks if remark != TEXT_ONLY),
+        remarks=tuple(remarks),
     )
     return found
 
@@ -176,9 +181,9 @@ def _opened(
     _check_text(model, axes=axes is not None)
     tower = Tower(tree.model, path, key_map.find(tree.model))
     processor = _processor(folder)
-    if kind in _OF_GRIDS + _PLAIN or (axes is not None and not writes_text(kind)):
+    grid = kind in _OF_GRIDS or (axes is not None and not writes_text(kind))
+    if grid or (kind in _PLAIN and whole.vision_config.model_type != ROWS):
         processing = Processing(processor, token, token)
-        grid = kind not in _PLAIN
         sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
         encoder = Encoder(tower, processing, sizes, axes=axes, added=_added(whole) > 0)
         _check_processor(encoder, whole.vision_config, grid=grid)
@@ -228,6 +233,8 @@ def _processor(folder: Path) -> Any:
     """transformers' image processor, by Pillow and numpy: the same wherever torchvision is."""
     from transformers import AutoImageProcessor
 
+    for name in _PROCESSORS:
+        read_object(folder / name)  # raises where it has no bounded size
     processor = AutoImageProcessor.from_pretrained(
         str(folder), backend="pil", local_files_only=True, trust_remote_code=False
     )

@@ -6,6 +6,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from hmt.text.small_file import read_object
+
+ROWS: Final = "pixtral"  # the tower whose rows have a token behind them
 _MOST: Final = 1 << 20  # of a number in a processor's file, which strings are repeated by
 
 
@@ -141,7 +144,7 @@ class WithText(Processing):
         return [*left[: len(left) - end], *tail, *head, *right[begin:]]
 
     def _tokens(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        found: list[int] = self._tokenizer.ids(text)
         return found
 
 
@@ -152,8 +155,7 @@ def from_file(config: Any, token: int, images: Any, written: Mapping[str, Any]) 
     """
     if "behind_rows" in written:
         between, last = written["behind_rows"]
-        side = config.vision_config.patch_size * config.spatial_merge_size
-        return WithRows(images, token, side, (between, last))
+        return WithRows(images, token, _side(config), (between, last))
     return WithTokens(images, token, written)
 
 
@@ -178,23 +180,32 @@ def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
     name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
     if name is None:
         raise LookupError(f"transformers has no processor for {config.model_type}")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        str(folder), local_files_only=True, trust_remote_code=False
-    )
-    if name == "PixtralProcessor":  # its module needs torchvision, if only to be imported
-        side = config.vision_config.patch_size * config.spatial_merge_size
+    from hmt.models.vision import tokenizing
+
+    tokenizer = tokenizing.opened(folder)
+    # Pixtral 12B is of type llava.  PixtralProcessor needs torchvision, if only to be imported.
+    if config.vision_config.model_type == ROWS:
         known: Any = tokenizer  # by its hints it returns other types
         between, last = known.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])
         if {between, last} & {None, tokenizer.unk_token_id}:
             raise LookupError("its tokenizer has no [IMG_BREAK] and [IMG_END]")
-        return WithRows(images, token, side, (between, last))
+        return WithRows(images, token, _side(config), (between, last))
     kind = getattr(transformers, name)
     return WithText(_processor(kind, folder, images, tokenizer), token)
 
 
+def _side(config: Any) -> int:
+    """Pixels of a token in each direction, of a tower whose rows have a token behind them."""
+    side: int = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+    return side
+
+
 def _processor(kind: Any, folder: Path, images: Any, tokenizer: Any) -> Any:
     """A processor of class `kind` that reads images and text."""
-    fields, options = kind.get_processor_dict(str(folder), local_files_only=True)
+    # transformers' own reader also loads an audio tokenizer, from wherever the file says.
+    fields = read_object(folder / "processor_config.json")
+    for name in ("audio_tokenizer", "chat_template"):
+        fields.pop(name, None)
     for name, value in fields.items():
         if isinstance(value, int | float) and not abs(value) <= _MOST:
             raise ValueError(f"{name} of its processor is {value}")
@@ -209,10 +220,10 @@ def _processor(kind: Any, folder: Path, images: Any, tokenizer: Any) -> Any:
     names = kind.get_attributes()
     try:
         args = [parts.get(name) for name in names]
-        return OfImages.from_args_and_dict(args, fields, **options)
+        return OfImages.from_args_and_dict(args, fields)
     except AttributeError:  # of a class that asks its part for videos something, as MiniCPM-V's
         args = [parts.get(name, _Absent()) for name in names]
-        return OfImages.from_args_and_dict(args, fields, **options)
+        return OfImages.from_args_and_dict(args, fields)
 
 
 class _Absent(dict[str, Any]):

@@ -21,6 +21,7 @@ from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.demand import Demand, KVTierSizes
 from hmt.planner.cost.workload import workload_of
 from hmt.planner.placement.device import DeviceChoice
+from hmt.planner.placement.encoder import image_bytes
 from hmt.planner.placement.footprint import (
     default_chunk,
     host_activation_bytes,
@@ -372,8 +373,8 @@ def _reserve(
     most = max(_MOST_ROWS, most) * row
     rows = min(most, max(row, round_down(spare // 16, _MEMORY_PAGE_BYTES)))
     context = _context(demand, options, spare // 4)
-    images = round_down(min(demand.image_bytes, spare // 8), _MEMORY_PAGE_BYTES)
-    others = {"images": images} if demand.image_bytes else {}
+    images = image_bytes(demand, spare, on_host=not options.device_bytes)
+    others = {"images": round_down(images, _MEMORY_PAGE_BYTES)} if demand.image_bytes else {}
     if demand.adapter_bytes:
         others["adapters"] = round_up(demand.adapter_bytes, _MEMORY_PAGE_BYTES)
     return others | {
