@@ -57,6 +57,63 @@ def test_scales_beside_the_weights_are_used(folder: Path, tmp_path: Path) -> Non
     assert (found.argmax(-1) == exact.argmax(-1)).float().mean() > 0.9
 
 
+@pytest.fixture(scope="module")
+def without(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, of whose keys nothing is known."""
+    made = tmp_path_factory.mktemp("without") / "copy"
+    shutil.copytree(folder, made)
+    (made / SCALES).unlink()
+    return made
+
+
+@pytest.mark.parametrize("quant", ["int4", "int8"])
+def test_ranges_of_keys_make_fewer_bits_lose_less(
+    folder: Path, without: Path, tmp_path: Path, quant: str
+) -> None:
+    exact = logits(without, "exact", tmp_path)
+    lost = [float((logits(one, quant, tmp_path) - exact).norm()) for one in (without, folder)]
+    assert 0 < lost[1] < 0.8 * lost[0]
+
+
+@pytest.mark.parametrize("gpu", [{}, {"gpus": "fake", "gpu_memory": "64MiB"}], ids=["cpu", "gpu"])
+def test_ranges_of_keys_change_no_scores(folder: Path, without: Path, gpu: dict[str, str]) -> None:
+    """While all pages stay, none of them is in fewer bits; prompts in chunks, then single tokens."""
+    found, tokens = [], text(300, 30)
+    levels = {"kv_gpu_memory": "40MiB", "kv_quant": "int4", "max_prefill_tokens": 64}
+    for one in (without, folder):
+        with hmt.Engine(**OPTIONS, **levels, **gpu) as engine:
+            model = engine.load_model(one)
+            found.append(model.logits(tokens, range(200, 300), prefill=250))
+            assert bool(model.prepared.ranges) == (one is folder)
+            assert model.infer_batch([hmt.Request(tokens, 8)])[0].token_ids
+    assert (found[0] - found[1]).abs().max() < 1e-3 * found[0].abs().max()
+    assert not torch.equal(*found)
+
+
+def test_keys_are_read_as_they_were_given(folder: Path, without: Path) -> None:
+    tokens, seen = text(100, 31), []
+    for one in (without, folder):
+        with hmt.Engine(**OPTIONS, kv_gpu_memory="40MiB", kv_quant="int4") as engine:
+            rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            engine.load_model(one).keys_and_values(tokens, lambda n, *both: rows.update({n: both}))
+            seen.append(rows)
+    for layer, both in seen[0].items():
+        for given, found in zip(both, seen[1][layer], strict=True):
+            assert torch.allclose(found, given, atol=1e-3 * float(given.abs().max()))
+
+
+def test_ranges_of_other_weights_are_left_out(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Calibration().write(tmp_path / "mark", "other")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    shutil.copy(tmp_path / "mark", other / SCALES)
+    with hmt.Engine(**OPTIONS, kv_gpu_memory="40MiB", kv_quant="int4") as engine:
+        assert not engine.load_model(other).prepared.ranges
+    assert "made for other weights" in caplog.text
+
+
 def test_scales_of_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(folder, other)

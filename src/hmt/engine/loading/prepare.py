@@ -1,7 +1,7 @@
 """From a folder to a plan, and from a plan to memory."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,10 +21,11 @@ from hmt.engine.loading.demand import (
     kv_budgets,
     usual_format,
 )
-from hmt.engine.loading.kv_scales import with_scales
+from hmt.engine.loading.kv_scales import key_ranges, with_scales
 from hmt.engine.loading.planning import check_physical, planned
 from hmt.engine.loading.source import Source, open_source
 from hmt.hardware.machine import machine_for, with_device
+from hmt.kvcache import KeyRange
 from hmt.memory.device import Device
 from hmt.models import DraftBlock, MixtureOfRecursions, open_model, with_vision
 from hmt.planner import Demand, PlanOptions
@@ -38,6 +39,7 @@ class Prepared:
 
     headless   it has no output layer, and can be asked for embeddings only
     copies     blocks in higher precision, for which the plan leaves room; None: there are none
+    ranges     of keys, by layer, where tiers keep them in fewer bits: see `key_ranges`
     """
 
     source: Source
@@ -49,6 +51,7 @@ class Prepared:
     plan: Plan
     headless: bool = False
     copies: Copies | None = None
+    ranges: Mapping[int, KeyRange] = field(default_factory=dict)
 
     def check_head(self, *, needed: bool) -> None:
         """Raise RequestError where an output layer is needed and there is none."""
@@ -185,4 +188,5 @@ def prepare_model(
         plan = planned(demand, options, machine, config)
     check_physical(plan)
     sizes = weights.layouts, weights.published_bytes
-    return Prepared(source, model, *sizes, demand, machine, plan, weights.headless)
+    ranges = {} if plan.kv_tiers is None else key_ranges(kv_quant, source, model.spec.kv_layers)
+    return Prepared(source, model, *sizes, demand, machine, plan, weights.headless, ranges=ranges)
