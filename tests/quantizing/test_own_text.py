@@ -16,9 +16,23 @@ MINI = Path(__file__).parents[2] / "src" / "hmt" / "embedded" / "mini-dense"
 BUDGET = 256 << 20
 
 
-def test_chats_come_first_and_text_adds_about_as_many_tokens():
+def test_chats_come_first_and_text_adds_about_as_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path / "first"))
     made = own_sequences(MINI, 16, 256, BUDGET)
-    assert made == own_sequences(MINI, 16, 256, BUDGET)
+    [kept] = (tmp_path / "first").rglob("own-text/*.json")
+    content = kept.read_text()
+    for damage in (content[:-9], "3", '[["a"]]'):
+        kept.write_text(damage)
+        monkeypatch.setattr("hmt.quantizing.own_text._chats", lambda *asked: [[1, 2, 3]])
+        assert own_sequences(MINI, 16, 256, BUDGET)[0] == [1, 2, 3], "what is damaged is not read"
+    kept.write_text(content)
+    assert made == own_sequences(MINI, 16, 256, BUDGET), "of the first call"
+    assert own_sequences(MINI, 16, 255, BUDGET)[0] == [1, 2, 3], "of other settings"
+    monkeypatch.undo()
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path / "second"))
+    assert made == own_sequences(MINI, 16, 256, BUDGET), "the same is written again"
     tokenizer = Tokenizer.open(MINI)
     begin, answer = tokenizer.encode("<|begin|><|user|>"), tokenizer.encode("<|assistant|>")
     chats = [ids for ids in made if answer[0] in ids]

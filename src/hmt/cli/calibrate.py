@@ -39,7 +39,12 @@ def kv(
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="The most to read of each file.")] = 32768,
     length: Annotated[
-        int, typer.Option(min=16, help="Tokens of a text; longer ones are cut.")
+        int,
+        typer.Option(
+            min=16,
+            help="Tokens of a text; longer ones are cut. As many as the context of runs, if keys "
+            "are to lose less in int8 and int4.",
+        ),
     ] = 4096,
     out: Annotated[
         Path | None, file_to_write("File to write; beside the weights when left out.")
@@ -65,7 +70,7 @@ def kv(
                 for part in _texts(file, loaded.tokenizer, length, tokens)
             ]
             if text is None:
-                pieces = max(1, tokens // length)
+                pieces = max(1, tokens // length)  # of the text that comes with HMT
                 texts = calibration_sequences("builtin", loaded.tokenizer, pieces, length)
             status.update(f"reading {sum(map(len, texts))} tokens")
             found = calibrate(loaded, texts)

@@ -20,6 +20,7 @@ from hmt.kvcache.codecs import (
     Calibration,
     CodecName,
     DiskCodecName,
+    positions_of,
     read_ranges,
     weights_of,
 )
@@ -138,13 +139,14 @@ def with_scales(quant: tuple[str, str, str], source: Source) -> tuple[str, str, 
 
 
 def key_ranges(
-    quant: tuple[str, str, str], source: Source, layers: Mapping[int, KVLayer]
+    quant: tuple[str, str, str], source: Source, layers: Mapping[int, KVLayer], context: int
 ) -> dict[int, KeyRange]:
     """Where keys of `layers` lie, by index, from the file beside the weights.
 
     Empty where no level keeps keys in 8 or 4 bits with scales of their own, or there is no file.
-    One of other weights is left out, and a warning says so.  Raises ConfigError where it is
-    damaged.
+    One of other weights, or of shorter texts than `context`, is left out, and a warning says so:
+    keys that turn slowly lie elsewhere at later positions, and lose more then than without.
+    Raises ConfigError where it is damaged.
     """
     file = scales_beside(source.path)
     if not _gain_by_ranges(quant) or not file.is_file():
@@ -153,6 +155,13 @@ def key_ranges(
         logger.warning(
             "%s was made for other weights, and is not used: `hmt calibrate kv %s` makes it anew",
             file, source.path,
+        )  # fmt: skip
+        return {}
+    if (positions := positions_of(file)) < context:
+        logger.warning(
+            "%s was made of texts of up to %d tokens, and is not used for keys at %d positions: "
+            "`hmt calibrate kv %s --length %d` makes it anew, or give a smaller --context",
+            file, positions, context, source.path, context,
         )  # fmt: skip
         return {}
     gaining = {n: one for n, one in layers.items() if one.relative and not one.window}

@@ -188,5 +188,8 @@ def prepare_model(
         plan = planned(demand, options, machine, config)
     check_physical(plan)
     sizes = weights.layouts, weights.published_bytes
-    ranges = {} if plan.kv_tiers is None else key_ranges(kv_quant, source, model.spec.kv_layers)
+    ranges: Mapping[int, KeyRange] = {}
+    if plan.kv_tiers is not None:
+        context = min(plan.kv_tokens, model.spec.max_context)
+        ranges = key_ranges(kv_quant, source, model.spec.kv_layers, context)
     return Prepared(source, model, *sizes, demand, machine, plan, weights.headless, ranges=ranges)

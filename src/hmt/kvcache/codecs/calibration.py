@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from hmt.contracts.model import KVLayer
 from hmt.kvcache.codecs.integers import static_scales
 from hmt.kvcache.key_ranges import KeyRange
 
-_WEIGHTS = "weights"  # in a file's metadata
+_WEIGHTS, _POSITIONS = "weights", "positions"  # in a file's metadata
 
 
 class _Channels:
@@ -50,13 +50,18 @@ class _Channels:
 
 
 class Calibration:
-    """The largest magnitudes that were seen, for each layer, head and channel; means of keys."""
+    """The largest magnitudes that were seen, for each layer, head and channel; means of keys.
+
+    positions   of the longest text: keys turn with their positions, and means with them
+    """
 
     def __init__(self) -> None:
+        self.positions = 0
         self._seen: dict[str, _Channels] = {}
 
     def see(self, layer: int, key: Tensor, value: Tensor | None) -> None:
-        """Count rows [tokens, heads, dim] of a layer; value None where keys are all there is."""
+        """Count rows [tokens, heads, dim] of a whole text in a layer; value None: keys are all."""
+        self.positions = max(self.positions, len(key))
         for side, rows in (("key", key), ("value", value)):
             if rows is not None and len(rows):
                 found, name = _Channels(rows.float()), f"{layer}.{side}"
@@ -79,6 +84,17 @@ class Calibration:
                 rows_seen += rows.shape[0] * rows.shape[1]
         return found, rows_seen
 
+    @property
+    def ranges(self) -> dict[int, KeyRange]:
+        """Where keys lie, by layer."""
+        return {layer: KeyRange.of(keys.middle, keys.furthest) for layer, keys in self._keys()}
+
+    def _keys(self) -> Iterator[tuple[int, _Channels]]:
+        for name, seen in self._seen.items():
+            layer, _, side = name.partition(".")
+            if side == "key":
+                yield int(layer), seen
+
     def write(self, file: Path, weights: str | None = None) -> None:
         """Keep what was seen: f32 tensors [heads, dim], as a safetensors file.
 
@@ -88,10 +104,11 @@ class Calibration:
         weights   what tells those apart that this is for.  The file is complete or not there.
         """
         tensors = {name: seen.largest for name, seen in self._seen.items()}
-        for name, seen in self._seen.items():
-            if name.endswith(".key"):
-                tensors |= {f"{name}.middle": seen.middle, f"{name}.furthest": seen.furthest}
-        metadata = None if weights is None else {_WEIGHTS: weights}
+        for layer, keys in self._keys():
+            tensors[f"{layer}.key.middle"] = keys.middle
+            tensors[f"{layer}.key.furthest"] = keys.furthest
+        metadata = {_POSITIONS: str(self.positions)}
+        metadata |= {} if weights is None else {_WEIGHTS: weights}
         new = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             new.write_bytes(save(tensors, metadata))
@@ -105,10 +122,22 @@ def weights_of(file: Path) -> str | None:
 
     Raises ConfigError where the file is none.
     """
+    return _metadata(file).get(_WEIGHTS)
+
+
+def positions_of(file: Path) -> int:
+    """How long the texts of a calibration were; 0 where it does not say.
+
+    Raises as `weights_of`.
+    """
+    return int(_metadata(file).get(_POSITIONS, 0))
+
+
+def _metadata(file: Path) -> Mapping[str, str]:
     content, _ = _read(file)
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    weights: str | None = header.get("__metadata__", {}).get(_WEIGHTS)
-    return weights
+    metadata: Mapping[str, str] = header.get("__metadata__", {})
+    return metadata
 
 
 def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
