@@ -56,7 +56,7 @@ def test_scales_beside_the_weights_are_used(folder: Path, tmp_path: Path) -> Non
     assert torch.equal(logits(folder, f"{STATIC}@{tmp_path}/elsewhere", tmp_path), found)
     exact = logits(folder, "exact", tmp_path)
     ranged = logits(folder, "int8", tmp_path)
-    assert 0 < float((ranged - exact).norm() / exact.norm()) < 0.05
+    assert 0 < float((ranged - exact).norm() / exact.norm()) < 0.2
     assert 0 < float((found - exact).norm() / exact.norm()) < 0.1
     assert (found.argmax(-1) == exact.argmax(-1)).float().mean() > 0.9
 

@@ -190,6 +190,6 @@ def prepare_model(
     sizes = weights.layouts, weights.published_bytes
     ranges: Mapping[int, KeyRange] = {}
     if plan.kv_tiers is not None:
-        context = min(plan.kv_tokens, model.spec.max_context)
+        context = min(config.context or plan.kv_tokens, model.spec.max_context)
         ranges = key_ranges(kv_quant, source, model.spec.kv_layers, context)
     return Prepared(source, model, *sizes, demand, machine, plan, weights.headless, ranges=ranges)
