@@ -9,16 +9,22 @@ from small_models import DENSE, checkpoint
 from hmt.base.errors import ConfigError
 from hmt.quantizing import QuantizeOptions, bits_by_recipe
 from hmt.quantizing.calibration_text import BUILTIN, calibration_sequences
-from hmt.quantizing.own_text import own_sequences
+from hmt.quantizing.own_text import _kept, own_sequences
 from hmt.text import Tokenizer
 
 MINI = Path(__file__).parents[2] / "src" / "hmt" / "embedded" / "mini-dense"
 BUDGET = 256 << 20
 
 
-def test_chats_come_first_and_text_adds_about_as_many_tokens():
+def test_chats_come_first_and_text_adds_about_as_many_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path / "first"))
     made = own_sequences(MINI, 16, 256, BUDGET)
-    assert made == own_sequences(MINI, 16, 256, BUDGET)
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path / "second"))
+    assert made == own_sequences(MINI, 16, 256, BUDGET), "the same is written again"
+    monkeypatch.setattr("hmt.quantizing.own_text.Engine", None)
+    assert made == own_sequences(MINI, 16, 256, BUDGET), "nothing is written"
     tokenizer = Tokenizer.open(MINI)
     begin, answer = tokenizer.encode("<|begin|><|user|>"), tokenizer.encode("<|assistant|>")
     chats = [ids for ids in made if answer[0] in ids]
@@ -27,6 +33,18 @@ def test_chats_come_first_and_text_adds_about_as_many_tokens():
     text = made[len(chats) :]
     assert text == calibration_sequences(BUILTIN, tokenizer, len(text), 256)
     assert sum(map(len, text)) <= max(256, sum(map(len, chats)))
+
+
+def test_what_was_written_is_kept_by_its_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HMT_CACHE", str(tmp_path))
+    texts = iter([[[1, 2]], [[3]], [[4]], [[5]]])
+    assert _kept(["a", 1], lambda: next(texts)) == [[1, 2]]
+    assert _kept(["a", 1], lambda: next(texts)) == [[1, 2]]
+    [file] = tmp_path.rglob("*.json")
+    assert _kept(["a", 2], lambda: next(texts)) == [[3]]
+    for damage, again in (("[[1, 2", [[4]]), ('[["a"]]', [[5]])):
+        file.write_text(damage)
+        assert _kept(["a", 1], lambda: next(texts)) == again, "what is damaged is written again"
 
 
 def test_turns_that_do_not_end_follow_where_few_do(monkeypatch: pytest.MonkeyPatch):

@@ -28,34 +28,50 @@ def _group() -> None:
 @expand
 def kv(
     engine: EngineOptions,
+    model: ModelArgument = None,
     text: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
             help="Text that is like what will come; may be repeated. A .jsonl file has an object "
-            'a line: {"text": ...}, or {"messages": [...]}, which go through the chat template.'
+            'a line: {"text": ...}, or {"messages": [...]}, which go through the chat template. '
+            "A small text comes with HMT; int8-static needs a better one."
         ),
-    ],
-    model: ModelArgument = None,
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="The most to read of each file.")] = 32768,
     length: Annotated[
-        int, typer.Option(min=16, help="Tokens of a text; longer ones are cut.")
+        int,
+        typer.Option(
+            min=16,
+            help="Tokens of a text; longer ones are cut. As many as the context of runs, if keys "
+            "are to lose less in int8 and int4.",
+        ),
     ] = 4096,
     out: Annotated[
         Path | None, file_to_write("File to write; beside the weights when left out.")
     ] = None,
 ) -> None:
-    """Scales for --kv-quant exact,int8-static: the largest keys and values of each channel."""
+    """Where keys and values lie, channel by channel, for a KV cache in 8 and 4 bits.
+
+    A run with --kv-quant int4 or int8 uses it where it lies beside the weights; int8-static needs
+    it.
+    """
     path = choose_model(model)
     arguments = {**engine.arguments(), "context": engine.context or length}
     with notes().status("loading") as status:
         from hmt.engine import Engine
         from hmt.engine.loading.kv_scales import calibrate, identity, scales_beside
+        from hmt.quantizing import calibration_sequences
 
         with Engine(**arguments) as made:
             loaded = made.load_model(path)
             texts = [
-                part for file in text for part in _texts(file, loaded.tokenizer, length, tokens)
+                part
+                for file in text or ()
+                for part in _texts(file, loaded.tokenizer, length, tokens)
             ]
+            if text is None:
+                pieces = max(1, tokens // length)  # of the text that comes with HMT
+                texts = calibration_sequences("builtin", loaded.tokenizer, pieces, length)
             status.update(f"reading {sum(map(len, texts))} tokens")
             found = calibrate(loaded, texts)
             file = out or scales_beside(path)

@@ -51,6 +51,8 @@ class KVLayer:
     grouped        positions whose rows are written together, once the last of them is there: a
                    divisor of PAGE_TOKENS.  What stands for several positions is divided among
                    these rows.
+    relative       scores count relative to each other alone, with neither sinks nor a softcap: a
+                   number that is added to all of them changes nothing
     """
 
     kind: KVKind
@@ -62,6 +64,7 @@ class KVLayer:
     selected: int = 0
     query_heads: int = 0
     grouped: int = 1
+    relative: bool = False
 
     @property
     def has_values(self) -> bool:

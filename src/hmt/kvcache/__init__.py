@@ -2,6 +2,7 @@
 
 from hmt.kvcache.allocator import KVAllocator
 from hmt.kvcache.eviction import KV_EVICTION
+from hmt.kvcache.key_ranges import KeyRange
 from hmt.kvcache.offload.factory import group_bytes_as, kv_sizes, open_tiered, page_encoding
 from hmt.kvcache.offload.graph_cache import GraphKVCache
 from hmt.kvcache.offload.tiered_cache import TieredKV

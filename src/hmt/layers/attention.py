@@ -58,7 +58,9 @@ class Attention:
     def kv(self) -> KVLayer:
         """What one layer keeps per token."""
         kind = KVKind.SLIDING if self.window else KVKind.FULL
-        return KVLayer(kind, self.kv_heads, self.head_dim, self.head_dim, self.window)
+        relative = not (self.sinks or self.softcap)
+        dims = self.kv_heads, self.head_dim, self.head_dim
+        return KVLayer(kind, *dims, self.window, relative=relative)
 
     @property
     def activation_width(self) -> int:

@@ -53,7 +53,7 @@ class SkippingAttention:
     def kv_with_holes(self) -> KVLayer:
         """What a layer keeps per token where tokens that skip must not be seen."""
         kept = self.attention.kv
-        return replace(kept, key_dim=kept.key_dim + _WIDENED)
+        return replace(kept, key_dim=kept.key_dim + _WIDENED, relative=False)
 
     def append_holes(self, hidden: Tensor, layer: int, step: Step, kv: KVCache) -> None:
         """Let no token of the step be seen in `layer`.

@@ -2,16 +2,24 @@
 
 What a model writes resembles what it was trained for (LLM-QAT, arXiv 2305.17888).  One that has a
 chat template writes the user's turn as well, given what stands in front of it (Magpie, arXiv
-2406.08464), and then answers it.
+2406.08464), and then answers it.  What was written stays in HMT's cache folder, for a run that goes
+on, and for another method.
 """
 
+import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from hmt.base.errors import ConfigError
+from hmt.base.folders import cache_folder
+from hmt.base.json_store import write_atomically
 from hmt.contracts.request import Completion, FinishReason, Request, Sampling
 from hmt.engine import Engine
 from hmt.engine.api import LoadedModel
+from hmt.engine.loading.kv_scales import identity
+from hmt.engine.loading.source import open_source
 from hmt.quantizing.calibration_text import BUILTIN, calibration_sequences
 
 _USER: Final = "user"
@@ -26,19 +34,42 @@ def own_sequences(path: Path, count: int, length: int, host_memory_bytes: int) -
     It writes up to `count`, sampled at temperature 1 from seeds, so that they are the same each
     time: a user's turn and its answer; where less than a quarter of them comes to an end, turns
     without answers follow.  The text that comes with the package adds about as many tokens, so that
-    long prose is not forgotten; more of it, and chats suffer.
+    long prose is not forgotten; more of it, and chats suffer.  What it wrote at an earlier call for
+    the same weights, template, count and length is read from the cache folder instead.
     Raises ConfigError where the model has no chat template, and what `Engine.load_model` raises.
     """
-    with Engine(host_memory=host_memory_bytes, context=length, speculate="off") as engine:
-        model = engine.load_model(path)
-        if not model.tokenizer.has_chat_template:
-            raise ConfigError(
-                f"{path} has no chat template, so that it cannot be asked to write: give a text "
-                "with --calibration FILE, or take the builtin one"
-            )
-        written = _chats(model, count, length)
-        pieces = max(1, sum(map(len, written)) // length)
-        return written + calibration_sequences(BUILTIN, model.tokenizer, pieces, length)
+    source = open_source(path)
+    tokenizer = source.tokenizer()
+    if not tokenizer.has_chat_template:
+        raise ConfigError(
+            f"{path} has no chat template, so that it cannot be asked to write: give a text "
+            "with --calibration FILE, or take the builtin one"
+        )
+
+    def write() -> list[list[int]]:
+        with Engine(host_memory=host_memory_bytes, context=length, speculate="off") as engine:
+            return _chats(engine.load_model(path), count, length)
+
+    asked = tokenizer.chat_prompt([{"role": _USER, "content": "1"}])
+    settings = [identity(source), asked, count, length, _TRIES, _LEAST, _TURN]
+    written = _kept(settings, write)
+    pieces = max(1, sum(map(len, written)) // length)
+    return written + calibration_sequences(BUILTIN, tokenizer, pieces, length)
+
+
+def _kept(settings: list[Any], write: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """What `write` gives, or what it gave for these settings before."""
+    name = hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
+    file = cache_folder() / "own-text" / f"{name}.json"
+    try:
+        kept = json.loads(file.read_text())
+        if all(isinstance(token, int) for text in kept for token in text):
+            return list(map(list, kept))
+    except (OSError, ValueError, TypeError):
+        pass  # there is none, or it is damaged
+    written = write()
+    write_atomically(file, json.dumps(written))
+    return written
 
 
 def _chats(model: LoadedModel, count: int, length: int) -> list[list[int]]:

@@ -78,9 +78,11 @@ def allocate(
             devices, plan, model, prepared.layouts, weights, pools["resident"], ledger, stack,
             progress,
         )  # fmt: skip
-        drafts = prepared.demand.draft_tokens
-        kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack, drafts)
-        prefixes = open_prefixes(model, prepared.source, config, kv, pools["prefixes"], stack)
+        drafts, ranges = prepared.demand.draft_tokens, prepared.ranges
+        kv = open_kv(model, plan, config, pools["kv"], on_devices, queue, stack, drafts, ranges)
+        prefixes = open_prefixes(
+            model, prepared.source, config, kv, pools["prefixes"], stack, ranges
+        )
         for on_device in reversed(on_devices):  # the first is the current one
             # What this thread does to KV pages and recurrent state between steps (forks, prefixes)
             # comes before the next step then.

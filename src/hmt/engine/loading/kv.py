@@ -1,6 +1,6 @@
 """Loading's part for the KV cache: each layer's where it computes, or over several tiers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 from hmt.contracts.model import Model
@@ -10,6 +10,7 @@ from hmt.engine.loading.device import OnDevice, pin_pool
 from hmt.engine.loading.prefix_cache import spare_states
 from hmt.kvcache import (
     AnyKV,
+    KeyRange,
     PagedKV,
     SequenceSlots,
     SplitKVCache,
@@ -31,12 +32,14 @@ def open_kv(
     queue: ReadQueue,
     stack: ExitStack,
     drafts: int = 0,
+    ranges: Mapping[int, KeyRange] | None = None,
 ) -> AnyKV:
     """The KV cache, each layer's where it computes, and in the plan's tiers beside that.
 
     One allocator serves all of them.  Layers that compute on the CPU beside a device keep all of
     theirs in host memory.  Recurrent state lies where its layers compute; `drafts` of a sequence
-    can be taken back from it.  `stack` gives all back.  Raises BudgetError and MachineError.
+    can be taken back from it.  Tiers keep keys as `ranges` say, by layer.  `stack` gives all back.
+    Raises BudgetError and MachineError.
     """
     spec, stage_devices = model.spec, plan.stage_devices
     slots = None
@@ -84,6 +87,7 @@ def open_kv(
             device=device,
             pinned=pinned,
             state=state,
+            ranges={i: keys for i, keys in (ranges or {}).items() if i in layers},
         )
 
     here = [index for index in range(spec.layers) if index not in stage_devices]

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,13 +10,24 @@ from typing import Any, Protocol
 import torch
 
 from hmt.base.errors import ConfigError
-from hmt.contracts.model import Model
+from hmt.base.log import logger
+from hmt.contracts.model import KVLayer, Model
 from hmt.engine.config import KV_ENCODINGS
 from hmt.engine.loading.source import Source
-from hmt.kvcache.codecs import STATIC, Calibration, CodecName, DiskCodecName, weights_of
+from hmt.kvcache import KeyRange
+from hmt.kvcache.codecs import (
+    STATIC,
+    Calibration,
+    CodecName,
+    DiskCodecName,
+    positions_of,
+    read_ranges,
+    weights_of,
+)
 
 SCALES = "kv-scales.hmt"  # not .safetensors: of those all in a checkpoint's folder are read
 _HELD_OUT = 4  # of so many texts one
+_WITH_SCALES, _WITHOUT_SCALES = ("int8", "int8-channel", "int4"), ("exact", "fp8")
 _TENSORS, _SAMPLE_BYTES = 64, 4096
 
 
@@ -125,6 +136,46 @@ def with_scales(quant: tuple[str, str, str], source: Source) -> tuple[str, str, 
             f"`hmt calibrate kv {source.path}` makes it anew"
         )
     return on_device, on_host, str(replace(kept, usual=f"{kept.usual.partition('@')[0]}@{file}"))
+
+
+def key_ranges(
+    quant: tuple[str, str, str], source: Source, layers: Mapping[int, KVLayer], context: int
+) -> dict[int, KeyRange]:
+    """Where keys of `layers` lie, by index, from the file beside the weights.
+
+    Empty where no level keeps keys in 8 or 4 bits with scales of their own, or there is no file.
+    One of other weights, or of shorter texts than `context`, is left out, and a warning says so:
+    keys that turn slowly lie elsewhere at later positions, and lose more then than without.
+    Raises ConfigError where it is damaged.
+    """
+    file = scales_beside(source.path)
+    if not _gain_by_ranges(quant) or not file.is_file():
+        return {}
+    if weights_of(file) not in (None, identity(source)):
+        logger.warning(
+            "%s was made for other weights, and is not used: `hmt calibrate kv %s` makes it anew",
+            file, source.path,
+        )  # fmt: skip
+        return {}
+    if (positions := positions_of(file)) < context:
+        logger.warning(
+            "%s was made of texts of up to %d tokens, and is not used for keys at %d positions: "
+            "`hmt calibrate kv %s --length %d` makes it anew, or give a smaller --context",
+            file, positions, context, source.path, context,
+        )  # fmt: skip
+        return {}
+    gaining = {n: one for n, one in layers.items() if one.relative and not one.window}
+    return read_ranges(file, gaining)
+
+
+def _gain_by_ranges(quant: tuple[str, str, str]) -> bool:
+    """Whether some keys are in codes that get scales as they come, and none in static ones."""
+    _, on_host, on_disk = quant
+    disk = DiskCodecName.parse(on_disk)
+    names = {on_host, disk.usual, disk.low or "exact"} - set(_WITHOUT_SCALES)
+    codecs = list(map(CodecName.parse, names))
+    is_static = any(STATIC in (codec.keys, codec.values) for codec in codecs)
+    return not is_static and any(codec.keys in _WITH_SCALES for codec in codecs)
 
 
 def scales_beside(path: Path) -> Path:

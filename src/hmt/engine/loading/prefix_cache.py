@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from hmt.base.units import round_up
 from hmt.contracts.model import Model, RotaryBorder
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.source import Source
-from hmt.kvcache import AnyKV, SplitKVCache, page_encoding
+from hmt.kvcache import AnyKV, KeyRange, SplitKVCache, page_encoding
 from hmt.kvcache.prefix import (
     PageExtents,
     PrefixCache,
@@ -61,8 +62,11 @@ def open_prefixes(
     kv: AnyKV,
     pool: HostPool,
     stack: ExitStack,
+    ranges: Mapping[int, KeyRange],
 ) -> PrefixCache | None:
-    """The prefix cache of `kv`, if there is to be one.  Closed by `stack`.
+    """The prefix cache of `kv`, which keeps keys as `ranges` say, if there is to be one.
+
+    Closed by `stack`.
 
     Raises ConfigError where this model or this placement has none, or the folder cannot be used.
     """
@@ -86,7 +90,7 @@ def open_prefixes(
     store, extents = None, _extents(model, config.kv_quant[0])
     saved_states = None
     if config.prefix_cache_dir is not None:
-        fingerprint = _fingerprint(source, config, extents)
+        fingerprint = _fingerprint(source, config, extents, ranges)
 
         def opened(fingerprint: str, page_bytes: int) -> PrefixStore:
             assert config.prefix_cache_dir is not None
@@ -145,7 +149,9 @@ def _extents(model: Model, device_format: str) -> PageExtents:
     return PageExtents(model.spec.kv_layers, page_encoding(device_format, model.dtype))
 
 
-def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> str:
+def _fingerprint(
+    source: Source, config: EngineConfig, extents: PageExtents, ranges: Mapping[int, KeyRange]
+) -> str:
     """Of all that keys and values depend on: weights, how they are computed with, and how kept."""
     files = {record.file for record in source.checkpoint.records.values()}
     seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
@@ -160,4 +166,5 @@ def _fingerprint(source: Source, config: EngineConfig, extents: PageExtents) -> 
     ]
     if config.depth != 1:  # who is in a recursion decides what is kept of it
         said.append(config.depth)
+    said += [(n, own.middle.tolist(), own.spread.tolist()) for n, own in sorted(ranges.items())]
     return hashlib.blake2b(json.dumps(said, default=str, sort_keys=True).encode()).hexdigest()

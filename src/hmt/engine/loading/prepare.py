@@ -1,6 +1,6 @@
 """From a folder to a plan, and from a plan to memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,10 +23,11 @@ from hmt.engine.loading.demand import (
     usual_format,
 )
 from hmt.engine.loading.division import divide
-from hmt.engine.loading.kv_scales import with_scales
+from hmt.engine.loading.kv_scales import key_ranges, with_scales
 from hmt.engine.loading.planning import check_physical, planned
 from hmt.engine.loading.source import Divided, Source, open_source
 from hmt.hardware.machine import machine_for, with_device
+from hmt.kvcache import KeyRange
 from hmt.memory.device import Device
 from hmt.models import DraftBlock, MixtureOfRecursions, open_model, with_vision
 from hmt.planner import Demand, PlanOptions
@@ -42,6 +43,7 @@ class Prepared:
     copies     blocks in higher precision, for which the plan leaves room; None: there are none
     adapters   by name, those that options name
     divided    what several processes compute, of which this one has a share; None: it has all
+    ranges     of keys, by layer, where tiers keep them in fewer bits: see `key_ranges`
     """
 
     source: Source
@@ -55,6 +57,7 @@ class Prepared:
     copies: Copies | None = None
     adapters: NamedAdapters = field(default_factory=dict)
     divided: Divided | None = None
+    ranges: Mapping[int, KeyRange] = field(default_factory=dict)
 
     def check_head(self, *, needed: bool) -> None:
         """Raise RequestError where an output layer is needed and there is none."""
@@ -201,6 +204,11 @@ def prepare_model(
         plan = planned(demand, options, machine, config)
     check_physical(plan)
     sizes = weights.layouts, weights.published_bytes
+    ranges: Mapping[int, KeyRange] = {}
+    if plan.kv_tiers is not None:
+        context = min(config.context or plan.kv_tokens, model.spec.max_context)
+        ranges = key_ranges(kv_quant, source, model.spec.kv_layers, context)
     return Prepared(
-        source, model, *sizes, demand, machine, plan, weights.headless, adapters=adapters
-    )
+        source, model, *sizes, demand, machine, plan, weights.headless,
+        adapters=adapters, ranges=ranges,
+    )  # fmt: skip

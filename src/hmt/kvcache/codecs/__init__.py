@@ -1,6 +1,12 @@
 """Ways to keep pages of keys and values in fewer bytes."""
 
-from hmt.kvcache.codecs.calibration import Calibration, read_scales, weights_of
+from hmt.kvcache.codecs.calibration import (
+    Calibration,
+    positions_of,
+    read_ranges,
+    read_scales,
+    weights_of,
+)
 from hmt.kvcache.codecs.integers import (
     Int4,
     Int8PerChannel,

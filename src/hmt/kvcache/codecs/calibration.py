@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,22 +13,62 @@ from torch import Tensor
 from hmt.base.errors import ConfigError
 from hmt.contracts.model import KVLayer
 from hmt.kvcache.codecs.integers import static_scales
+from hmt.kvcache.key_ranges import KeyRange
 
-_WEIGHTS = "weights"  # in a file's metadata
+_WEIGHTS, _POSITIONS = "weights", "positions"  # in a file's metadata
+
+
+class _Channels:
+    """What is known of numbers f32 [heads, dim] of many tokens."""
+
+    def __init__(self, rows: Tensor) -> None:
+        """Of rows [tokens, heads, dim]."""
+        self.low, self.high = rows.amin(0).cpu(), rows.amax(0).cpu()
+        self.total, self.count = rows.sum(0, dtype=torch.float64).cpu(), len(rows)
+
+    def add(self, other: "_Channels") -> None:
+        """Those of other tokens."""
+        self.low = torch.minimum(self.low, other.low)
+        self.high = torch.maximum(self.high, other.high)
+        self.total += other.total
+        self.count += other.count
+
+    @property
+    def largest(self) -> Tensor:
+        """Magnitudes."""
+        return torch.maximum(self.high, -self.low)
+
+    @property
+    def middle(self) -> Tensor:
+        """Means."""
+        return (self.total / self.count).float()
+
+    @property
+    def furthest(self) -> Tensor:
+        """Distances from the mean, at most."""
+        return torch.maximum(self.high - self.middle, self.middle - self.low)
 
 
 class Calibration:
-    """The largest magnitudes that were seen, for each layer, head and channel."""
+    """The largest magnitudes that were seen, for each layer, head and channel; means of keys.
+
+    positions   of the longest text: keys turn with their positions, and means with them
+    """
 
     def __init__(self) -> None:
-        self._largest: dict[str, Tensor] = {}
+        self.positions = 0
+        self._seen: dict[str, _Channels] = {}
 
     def see(self, layer: int, key: Tensor, value: Tensor | None) -> None:
-        """Count rows [tokens, heads, dim] of a layer; value None where keys are all there is."""
+        """Count rows [tokens, heads, dim] of a whole text in a layer; value None: keys are all."""
+        self.positions = max(self.positions, len(key))
         for side, rows in (("key", key), ("value", value)):
-            if rows is not None:
-                largest, name = rows.float().abs().amax(0).cpu(), f"{layer}.{side}"
-                self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
+            if rows is not None and len(rows):
+                found, name = _Channels(rows.float()), f"{layer}.{side}"
+                if name in self._seen:
+                    self._seen[name].add(found)
+                else:
+                    self._seen[name] = found
 
     def beyond(self, layer: int, key: Tensor, value: Tensor | None) -> tuple[int, int]:
         """Of such rows, how many have a number beyond all that were seen; and how many there are.
@@ -38,20 +78,40 @@ class Calibration:
         found = rows_seen = 0
         for side, rows in (("key", key), ("value", value)):
             if rows is not None:
-                largest = self._largest.get(f"{layer}.{side}", torch.zeros(rows.shape[1:]))
+                known = self._seen.get(f"{layer}.{side}")
+                largest = torch.zeros(rows.shape[1:]) if known is None else known.largest
                 found += int((rows.float().cpu().abs() > largest).any(-1).sum())
                 rows_seen += rows.shape[0] * rows.shape[1]
         return found, rows_seen
 
+    @property
+    def ranges(self) -> dict[int, KeyRange]:
+        """Where keys lie, by layer."""
+        return {layer: KeyRange.of(keys.middle, keys.furthest) for layer, keys in self._keys()}
+
+    def _keys(self) -> Iterator[tuple[int, _Channels]]:
+        for name, seen in self._seen.items():
+            layer, _, side = name.partition(".")
+            if side == "key":
+                yield int(layer), seen
+
     def write(self, file: Path, weights: str | None = None) -> None:
         """Keep what was seen: f32 tensors [heads, dim], as a safetensors file.
 
+        "0.key" and "0.value" of layer 0 are the largest magnitudes, "0.key.middle" the means of
+        keys, and "0.key.furthest" the largest distances from these.
+
         weights   what tells those apart that this is for.  The file is complete or not there.
         """
-        metadata = None if weights is None else {_WEIGHTS: weights}
+        tensors = {name: seen.largest for name, seen in self._seen.items()}
+        for layer, keys in self._keys():
+            tensors[f"{layer}.key.middle"] = keys.middle
+            tensors[f"{layer}.key.furthest"] = keys.furthest
+        metadata = {_POSITIONS: str(self.positions)}
+        metadata |= {} if weights is None else {_WEIGHTS: weights}
         new = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            new.write_bytes(save(self._largest, metadata))
+            new.write_bytes(save(tensors, metadata))
             new.replace(file)
         finally:
             new.unlink(missing_ok=True)
@@ -62,10 +122,22 @@ def weights_of(file: Path) -> str | None:
 
     Raises ConfigError where the file is none.
     """
+    return _metadata(file).get(_WEIGHTS)
+
+
+def positions_of(file: Path) -> int:
+    """How long the texts of a calibration were; 0 where it does not say.
+
+    Raises as `weights_of`.
+    """
+    return int(_metadata(file).get(_POSITIONS, 0))
+
+
+def _metadata(file: Path) -> Mapping[str, str]:
     content, _ = _read(file)
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    weights: str | None = header.get("__metadata__", {}).get(_WEIGHTS)
-    return weights
+    metadata: Mapping[str, str] = header.get("__metadata__", {})
+    return metadata
 
 
 def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
@@ -87,6 +159,26 @@ def read_scales(file: Path, layers: Mapping[int, KVLayer]) -> dict[str, Tensor]:
                 "calibrate with this model"
             )
     return {name: static_scales(found[name]) for name in wanted}
+
+
+def read_ranges(file: Path, layers: Mapping[int, KVLayer]) -> dict[int, KeyRange]:
+    """Where keys of those of `layers` lie that a written calibration has, by index.
+
+    Raises ConfigError where the file is none, or is of another model.
+    """
+    _, found = _read(file)
+    ranges = {}
+    for index, layer in layers.items():
+        middle, furthest = (found.get(f"{index}.key.{part}") for part in ("middle", "furthest"))
+        if middle is None or furthest is None:  # files of earlier versions have none
+            continue
+        if not middle.shape == furthest.shape == (layer.heads, layer.key_dim):
+            raise ConfigError(
+                f"{file} has ranges of the shape {tuple(middle.shape)} for keys of layer {index}, "
+                f"and the model needs {(layer.heads, layer.key_dim)}: calibrate with this model"
+            )
+        ranges[index] = KeyRange.of(middle, furthest)
+    return ranges
 
 
 def _read(file: Path) -> tuple[bytes, dict[str, Tensor]]:

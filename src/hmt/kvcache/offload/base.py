@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from typing_extensions import override
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, RecurrentState
 from hmt.kernels import ops
+from hmt.kvcache.key_ranges import KeyRange
 from hmt.kvcache.page_store import KeptLayer
 from hmt.kvcache.recurrent_state import StateStore
 
@@ -18,9 +20,13 @@ LayerStates = StateStore | None
 
 
 class OffloadedKVBase(ABC, KVCache):
-    """KVCache: layers with a window attend to their rings, all others as the subclass says."""
+    """KVCache: layers with a window attend to their rings, all others as the subclass says.
+
+    Layers of `_ranges` keep their keys as these say, at every level.
+    """
 
     _state: LayerStates = None
+    _ranges: Mapping[int, KeyRange] = MappingProxyType({})
 
     @property
     def states(self) -> LayerStates:
@@ -54,6 +60,8 @@ class OffloadedKVBase(ABC, KVCache):
     @override
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         kept = self.kept(layer)
+        if layer in self._ranges:
+            key = self._ranges[layer].kept(key)
         runs = kept.appended(self.device_segments(layer, step))
         ops.append_pages(kept.pages, kept.slot, runs, key, value)
 
@@ -70,11 +78,27 @@ class OffloadedKVBase(ABC, KVCache):
     ) -> torch.Tensor:
         options: dict[str, Any] = {"scale": scale, "softcap": softcap}
         kept = self.kept(layer)
+        if layer in self._ranges:
+            return self._attend_ranged(layer, step, query, sinks, options)
         if not kept.window:
             return self._attend_whole(layer, step, query, sinks, options)
         options |= {"window": kept.window, "sinks": sinks}
         runs = self.device_segments(layer, step)
         return ops.paged_attention_output(kept.pages, kept.slot, runs, query, **options)
+
+    def _attend_ranged(
+        self,
+        layer: int,
+        step: Step,
+        query: torch.Tensor,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """`_attend_whole` of a layer of `_ranges`."""
+        assert sinks is None and not options["softcap"], "scores count relative to each other"
+        own, latent = self._ranges[layer], self.kept(layer).pages.layout.latent
+        out = self._attend_whole(layer, step, own.asked(query), None, options)
+        return own.values(out) if latent else out
 
     @override
     def append_attend(

@@ -13,6 +13,7 @@ from hmt.contracts.model import KVLayer
 from hmt.kernels import ops
 from hmt.kvcache.codecs import DiskCodecName, LayerCodec, layer_codecs
 from hmt.kvcache.eviction import KV_EVICTION
+from hmt.kvcache.key_ranges import KeyRange
 from hmt.kvcache.offload.disk_layout import LowAttentionPages, disk_bytes, group_formats
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.page_migration import PageMigration
@@ -116,6 +117,7 @@ def open_tiered(
     device: Device | None = None,
     pinned: bool = False,
     state: StateStore | None = None,
+    ranges: Mapping[int, KeyRange] | None = None,
 ) -> TieredKV:
     """The cache that `levels` plans: device pages from `device_pool`, all else from `host`.
 
@@ -124,6 +126,7 @@ def open_tiered(
     device     where layers compute, if not on the CPU
     pinned     whether its kernels can read and write what `host` gives
     state      of layers of the same place, which the cache releases
+    ranges     of keys of some layers: see TieredKV
 
     Raises BudgetError, and MachineError where `folder` has no room.
     """
@@ -172,6 +175,7 @@ def open_tiered(
         selection=chosen,
         device=device,
         state=state,
+        ranges=ranges or {},
     )
 
 

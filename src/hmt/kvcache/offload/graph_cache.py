@@ -64,6 +64,7 @@ class GraphKVCache(OffloadedKVBase, KVCache):
 
     def __init__(self, kv: TieredKV, device: Device) -> None:
         self._kv = kv
+        self._ranges = kv.ranges
         self._device = device
         self.fetched = PageFetch(kv, device)
         self._recorder: SegmentRecorder | None = None

@@ -19,6 +19,7 @@ from hmt.kernels import ops
 from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kvcache.allocator import SCORED_EVERY, KVAllocator, pages_of
 from hmt.kvcache.eviction import PageEvictionPolicy
+from hmt.kvcache.key_ranges import KeyRange
 from hmt.kvcache.offload.attention_merge import LseMerge
 from hmt.kvcache.offload.base import LayerStates, OffloadedKVBase
 from hmt.kvcache.offload.disk_pages import DiskPages
@@ -34,6 +35,7 @@ from hmt.memory.device import Device
 _PINNED = PinnedPages()
 _NONE = np.zeros(0, dtype=np.int64)
 _NOTHING: Mapping[int, Ints] = {}
+_NO_RANGES: Mapping[int, KeyRange] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,7 @@ class TieredKV(OffloadedKVBase):
         clock: Callable[[], float] = time.monotonic,
         device: Device | None = None,
         state: LayerStates = None,
+        ranges: Mapping[int, KeyRange] = _NO_RANGES,
     ) -> None:
         """Takes over the memories, and releases them in the end.
 
@@ -84,12 +87,14 @@ class TieredKV(OffloadedKVBase):
         selection     what decoding tokens attend to; None: everything
         device        where layers compute, if not on the CPU
         state         of layers of the same place, which never moves
+        ranges        of keys, by layer: of some without a window whose scores are `relative`
         """
         assert device_store.count >= min_device_pages(chunk, 1, stay)
         self._windows = tuple(sliding_windows)
         self._stores = TierStores(device_store, host_store, disk_pages, device)
         self._places = PageMigration(self._stores, policy, clock)
         self._state = state
+        self._ranges = {layer: keys.to(self.where) for layer, keys in ranges.items()}
         slots = [rings.slots for rings in sliding_windows]
         slots += [] if state is None else [state.slots]
         self.allocator = KVAllocator(self._places, slots, pinned=stay, chunk=chunk)
@@ -227,7 +232,8 @@ class TieredKV(OffloadedKVBase):
             key[at] = rows[0].unflatten(0, (-1, PAGE_TOKENS)).to(key)
             if not layout.latent:
                 value[at] = rows[1].unflatten(0, (-1, PAGE_TOKENS)).to(value)
-        return key.flatten(0, 1)[: run.context], value.flatten(0, 1)[: run.context]
+        rows = key.flatten(0, 1)[: run.context], value.flatten(0, 1)[: run.context]
+        return self._as_given(layer, *rows)
 
     def gather(
         self, layer: int, run: Segment, positions: torch.Tensor
@@ -265,7 +271,22 @@ class TieredKV(OffloadedKVBase):
             equal = len(at) / pages_of(run.context)  # positions, if each page had as many
             attention = counts.astype(np.float64) / equal
             self._places.policy.weighed(ids, attention, self._places.clock())
-        return key, value
+        return self._as_given(layer, key, value)
+
+    def _as_given(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of what was read of a layer without a window."""
+        if layer not in self._ranges:
+            return key, value
+        key = self._ranges[layer].keys(key)
+        layout = self.kept(layer).pages.layout
+        return key, key[..., : layout.value_dim] if layout.latent else value
+
+    @property
+    def ranges(self) -> Mapping[int, KeyRange]:
+        """Of keys, by layer, where layers compute."""
+        return self._ranges
 
     @property
     def where(self) -> torch.device:

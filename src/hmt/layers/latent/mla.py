@@ -87,7 +87,12 @@ class LatentAttention:
         """What one layer keeps per token."""
         own = self.nope_dim + self.rope_dim + self.value_dim if self.expands else 0
         return KVLayer(
-            KVKind.LATENT, 1, self.kv_rank + self.rope_dim, self.kv_rank, expanded_dim=own
+            KVKind.LATENT,
+            1,
+            self.kv_rank + self.rope_dim,
+            self.kv_rank,
+            expanded_dim=own,
+            relative=True,
         )
 
     @property
