@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -13,19 +13,20 @@ from torch import Tensor
 
 from hmt.base.errors import CheckpointError, NumericsError, os_reason
 from hmt.base.units import MIB
-from hmt.contracts.blocks import BlockKind
+from hmt.contracts.blocks import TRUNK, BlockKind
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.store import Weights
 from hmt.kernels import ops
 from hmt.quant.methods.interface import Method, QuantizedWeight, Statistics
 from hmt.quant.repacking.bits import DTYPES
+from hmt.quantizing.changes import Changes
 from hmt.quantizing.experts import Transposed
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.memory_plan import ROWS_NUMBERS, by_rows
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.published import encoded, sizes
 from hmt.quantizing.report import Error, entry_of, error_of
-from hmt.quantizing.shards import Entries, ShardWriter, file_bytes, read_at
+from hmt.quantizing.shards import Entries, ShardWriter, bytes_of, file_bytes, read_at
 from hmt.quantizing.statistics import Collector, of_all
 from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
@@ -40,9 +41,12 @@ Found = Mapping[ParamId, Collector]
 class LayerWriter:
     """Writes what `work` lists; a context, in which it is finished or left."""
 
-    def __init__(self, shard: Path, report: Path, work: LayerWork, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, shard: Path, report: Path, work: LayerWork, checkpoint: Checkpoint, changes: Changes
+    ) -> None:
         """Begin the file `shard`, and of `report` what is said.  Raises DiskWriteError."""
         self._work, self._checkpoint, self._report_file = work, checkpoint, report
+        self._changes = changes
         self._lines: list[dict[str, Any]] = []
         self._nearest = open_method("rtn")
         self._shard = ShardWriter(shard, entries(work))
@@ -67,7 +71,9 @@ class LayerWriter:
         method, inputs, note = self._chosen(unit, method, found)
         parts: list[QuantizedWeight] = []
         nearest, error = Error(), Error()
-        for rows in weight_rows(unit, weights, apart=by_rows(unit, method.needs)):
+        changed = any(place in self._changes for place in unit.places)
+        apart = by_rows(unit, method.needs) and not changed
+        for rows in weight_rows(unit, weights, self._changes, apart=apart):
             _check_finite(unit, rows)
             made = _as_stored(method.quantize(rows, inputs, unit.target), unit)
             parts.append(made)
@@ -115,6 +121,10 @@ class LayerWriter:
         self._shard.finish()
 
     def _copy(self, record: TensorRecord) -> None:
+        places = self._work.places.get(record.name, ())
+        if any(place in self._changes for place in places):
+            self._write_changed(record, places)
+            return
         if record.dtype == "F8_E4M3":
             self._shard.write(record.name, self._numbers(record))
             return
@@ -123,6 +133,33 @@ class LayerWriter:
             return
         for at, content in _pieces(record):
             self._shard.write_bytes(record.name, at, content)
+
+    def _write_changed(self, record: TensorRecord, places: Sequence[ParamId]) -> None:
+        """A tensor of parameters of which something becomes before all else is written."""
+        if self._work.index != TRUNK:
+            if record.dtype == "F8_E4M3":
+                numbers = self._numbers(record)
+            elif isinstance(record, Transposed):
+                numbers = _turned(record)
+            else:
+                numbers = _tensor(record, DTYPES[record.dtype])
+            if len(places) > 1:
+                raise AssertionError(f"{record.name} is several parameters")
+            changed = self._changes.of(places[0], numbers.float())
+            self._shard.write(record.name, changed.to(numbers.dtype))
+            return
+        # Rows of the embedding and the output layer become others each by itself.
+        row_bytes = record.nbytes // record.shape[0]
+        step = max(1, _PIECE_BYTES // row_bytes) if len(record.shape) > 1 else record.shape[0]
+        for first in range(0, record.shape[0], step):
+            shape = (min(step, record.shape[0] - first), *record.shape[1:])
+            part = replace(
+                record, shape=shape, offset=record.offset + first * row_bytes,
+                nbytes=shape[0] * row_bytes,
+            )  # fmt: skip
+            numbers = _tensor(part, DTYPES[record.dtype])
+            changed = self._changes.of(places[0], numbers.float()).to(numbers.dtype)
+            self._shard.write_bytes(record.name, first * row_bytes, bytes_of(changed))
 
     def _numbers(self, record: TensorRecord) -> Tensor:
         """FP8 in tiles as bf16: exact but for the product's rounding."""
@@ -160,15 +197,19 @@ def _alike(place: ParamId, other: ParamId) -> bool:
     return place.block.kind is BlockKind.EXPERT and place.name == other.name
 
 
-def weight_rows(unit: Unit, weights: Weights, *, apart: bool) -> Iterator[Tensor]:
-    """The weight in f32, all [outputs, inputs] of it, or some rows after the other."""
+def weight_rows(unit: Unit, weights: Weights, changes: Changes, *, apart: bool) -> Iterator[Tensor]:
+    """The weight in f32, all [outputs, inputs] of it, or some rows after the other.
+
+    Rows that are changed must come all together.
+    """
     step = max(1, ROWS_NUMBERS // unit.shape[1])
     whole = []
     for place in unit.places:
         with weights.lease(place.block) as params:
             weight = params[place.name]
             if not apart:
-                whole.append(ops.dequantize(weight, torch.float32).clone())
+                numbers = ops.dequantize(weight, torch.float32)
+                whole.append(changes.of(place, numbers) if place in changes else numbers.clone())
                 continue
             for start in range(0, weight.shape[0], step):
                 rows = slice(start, min(start + step, weight.shape[0]))

@@ -10,6 +10,7 @@ from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.kernels import ops
 from hmt.quant.methods.interface import Target
+from hmt.quantizing.changes import Changes
 from hmt.quantizing.memory_plan import ROWS_NUMBERS
 from hmt.quantizing.stores import LayerWeights
 from hmt.quantizing.structure import ParamId
@@ -24,8 +25,9 @@ class RoundedWeights(LayerWeights):
         store: WeightStore,
         targets: Mapping[ParamId, Target],
         rounded: Callable[[Tensor, Target], Tensor],
+        changes: Changes,
     ) -> None:
-        super().__init__(store)
+        super().__init__(store, changes=changes)
         self._targets, self._rounded = targets, rounded
 
     @contextmanager
