@@ -40,7 +40,7 @@ class Rotation:
 
 def random_rotation(size: int, seed: int) -> Rotation:
     """One for vectors of `size` numbers.  Raises ConfigError where there is no such matrix."""
-    order = size
+    order = max(1, size)
     while order % 2 == 0:
         order //= 2
     while order <= size:
