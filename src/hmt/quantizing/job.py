@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from hmt.base.errors import CheckpointError, ConfigError
-from hmt.contracts.blocks import BlockId
 from hmt.contracts.checkpoint import Checkpoint
-from hmt.contracts.model import Model, ModelSpec
+from hmt.contracts.model import Model
 from hmt.engine.loading.source import open_source, sensitive_of, target
 from hmt.models import open_model
 from hmt.quant import Scheme
@@ -24,9 +23,8 @@ from hmt.quantizing.own_text import own_sequences
 from hmt.quantizing.published import quantization_config
 from hmt.quantizing.rotating import HiddenRotation, hidden_rotation
 from hmt.quantizing.structure import FOLDABLE
-from hmt.quantizing.units import LayerWork, plan_work, with_own_head
+from hmt.quantizing.units import LayerWork, plan_work
 from hmt.weights import bind, lay_out
-from hmt.weights.binding import BoundBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ class Job:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What is otherwise in the new config.json: see `units.with_own_head`."""
+        """What is otherwise in the new config.json: see `units.py`."""
         if self.rotation is None:
             return {}
         changed: dict[str, Any] = {"tie_word_embeddings": False}
@@ -90,7 +88,10 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
             f"which activations of {architecture} can be scaled is not known, only those of "
             f"{', '.join(sorted(FOLDABLE))}: leave awq and smoothquant out of --method"
         )
-    works = _works(model.spec, checkpoint, bound, options, {}, rotated=rotation is not None)
+    works = plan_work(
+        model.spec, checkpoint, bound, sensitive_of(checkpoint.path, model.spec), options, {},
+        rotated=rotation is not None,
+    )  # fmt: skip
     sequences: list[list[int]] = []
     reads_text = bool(procedure.needs) or options.measures
     if not reads_text and options.calibration != BUILTIN:
@@ -123,26 +124,12 @@ def with_forms(job: Job, chosen: Mapping[str, Target | str]) -> Job:
     Raises ConfigError where nothing would be quantised.
     """
     spec, checkpoint = job.model.spec, job.checkpoint
-    works = _works(
-        spec, checkpoint, bind(spec, checkpoint), job.options, chosen,
-        rotated=job.rotation is not None,
+    works = plan_work(
+        spec, checkpoint, bind(spec, checkpoint), sensitive_of(checkpoint.path, spec), job.options,
+        chosen, rotated=job.rotation is not None,
     )  # fmt: skip
     sequences = job.sequences if job.procedure.needs else []
     return replace(job, works=works, sequences=sequences, section=_section(works))
-
-
-def _works(
-    spec: ModelSpec,
-    checkpoint: Checkpoint,
-    bound: Mapping[BlockId, BoundBlock],
-    options: QuantizeOptions,
-    chosen: Mapping[str, Target | str],
-    *,
-    rotated: bool,
-) -> list[LayerWork]:
-    sensitive = sensitive_of(checkpoint.path, spec)
-    works = plan_work(spec, checkpoint, bound, sensitive, options, chosen)
-    return [*works[:-1], with_own_head(spec, works[-1])] if rotated else works
 
 
 def _section(works: list[LayerWork]) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """The loop over layers: collect statistics, quantise, compute what goes into the next one."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -8,23 +8,19 @@ from typing import Any, Final
 from hmt.contracts.blocks import TRUNK
 from hmt.engine.drift import STATISTICS, WINDOW_TOKENS
 from hmt.memory import Ledger
-from hmt.quant.methods.interface import Needs, Scaling
 from hmt.quantizing.activation_statistics import write_statistics
 from hmt.quantizing.changes import Changes
+from hmt.quantizing.collecting import collect
 from hmt.quantizing.finishing import copied_files, finish
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.hidden_states import HiddenStates
 from hmt.quantizing.job import Job
 from hmt.quantizing.layer_writer import LayerWriter
 from hmt.quantizing.memory_plan import MemoryPlan, layer_layouts, statistics_groups
-from hmt.quantizing.observed import Observer
-from hmt.quantizing.scaling import foldings_within, layer_changes, scale, trunk_changes
-from hmt.quantizing.statistics import Collector
+from hmt.quantizing.scaling import layer_changes, scale_layer, trunk_changes
 from hmt.quantizing.stores import LayerWeights, open_store
-from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork
 from hmt.quantizing.written_layers import written_layouts
-from hmt.weights import WeightStore
 
 Progress = Callable[[str, int, int], None]
 
@@ -119,43 +115,19 @@ class LayerRun:
             if job.sequences and work.index == 0 and not self._hidden.file(0).exists():
                 self._hidden.embed(LayerWeights(store, changes=changes))
             if job.procedure.scaling is not None:
-                self._scale(job.procedure.scaling, work, store, changes)
+                most, step = self._plan.statistics, self._step_of(work)
+                scale_layer(job, work, most, self._hidden, store, changes, step)
             with self._writer(number, work, shard, changes) as writer:
                 for group in self._groups[number]:
                     inputs = {unit.input: unit.shape[1] for unit in group} if method.needs else {}
-                    found = self._observe(work, inputs, method.needs, store, changes)
+                    found = collect(
+                        self._hidden, work.index, inputs, method.needs, store, changes,
+                        self._step_of(work),
+                    )  # fmt: skip
                     for unit in group:
                         writer.add(unit, store, method, found)
                         self._advance_to(self._done + 2 * unit.numbers)
                 writer.finish(self._folder)
-
-    def _scale(
-        self, scaling: Scaling, work: LayerWork, store: WeightStore, changes: Changes
-    ) -> None:
-        """Add the factors to `changes` that go from a layer's activations into its weights."""
-        for group in foldings_within(self._job, work, self._plan.statistics):
-            inputs = {folding.input: folding.columns for folding in group}
-            found = self._observe(work, inputs, scaling.needs, store, changes)
-            for folding in group:
-                statistics = found[folding.input].result()
-                if statistics.tokens:
-                    scale(scaling, folding, statistics, store, changes)
-
-    def _observe(
-        self,
-        work: LayerWork,
-        inputs: Mapping[ParamId, int],
-        needs: Needs,
-        store: WeightStore,
-        changes: Changes,
-    ) -> dict[ParamId, Collector]:
-        """Statistics of `inputs`, each of so many numbers, over all sequences."""
-        found = {place: Collector(needs, columns) for place, columns in inputs.items()}
-        if found:
-            observer = Observer(found.__contains__, lambda place, given: found[place].add(given))
-            weights = LayerWeights(store, observer=observer, changes=changes)
-            self._hidden.observe(work.index, weights, observer, self._step_of(work))
-        return found
 
     def _step_of(self, work: LayerWork) -> Callable[[], None]:
         share = sum(2 * unit.numbers for unit in work.units) // max(1, self._hidden.steps)

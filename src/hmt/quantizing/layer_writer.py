@@ -16,16 +16,16 @@ from hmt.base.units import MIB
 from hmt.contracts.blocks import TRUNK, BlockKind
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.store import Weights
-from hmt.kernels import ops
 from hmt.quant.methods.interface import Method, QuantizedWeight, Statistics
 from hmt.quant.repacking.bits import DTYPES
 from hmt.quantizing.changes import Changes
 from hmt.quantizing.experts import Transposed
 from hmt.quantizing.folder import PartialFolder
-from hmt.quantizing.memory_plan import ROWS_NUMBERS, by_rows
+from hmt.quantizing.memory_plan import by_rows
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.published import encoded, sizes
 from hmt.quantizing.report import Error, entry_of, error_of
+from hmt.quantizing.rounded_weights import weight_rows
 from hmt.quantizing.shards import Entries, ShardWriter, bytes_of, file_bytes, read_at
 from hmt.quantizing.statistics import Collector, of_all
 from hmt.quantizing.structure import ParamId
@@ -195,27 +195,6 @@ def shard_bytes(work: LayerWork) -> int:
 
 def _alike(place: ParamId, other: ParamId) -> bool:
     return place.block.kind is BlockKind.EXPERT and place.name == other.name
-
-
-def weight_rows(unit: Unit, weights: Weights, changes: Changes, *, apart: bool) -> Iterator[Tensor]:
-    """The weight in f32, all [outputs, inputs] of it, or some rows after the other.
-
-    Rows that are changed must come all together.
-    """
-    step = max(1, ROWS_NUMBERS // unit.shape[1])
-    whole = []
-    for place in unit.places:
-        with weights.lease(place.block) as params:
-            weight = params[place.name]
-            if not apart:
-                numbers = ops.dequantize(weight, torch.float32)
-                whole.append(changes.of(place, numbers) if place in changes else numbers.clone())
-                continue
-            for start in range(0, weight.shape[0], step):
-                rows = slice(start, min(start + step, weight.shape[0]))
-                yield ops.dequantize(weight, torch.float32, rows).clone()
-    if not apart:
-        yield whole[0] if len(whole) == 1 else torch.cat(whole)
 
 
 def _as_stored(made: QuantizedWeight, unit: Unit) -> QuantizedWeight:

@@ -23,7 +23,6 @@ from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.hidden_states import HiddenStates
 from hmt.quantizing.job import Job
 from hmt.quantizing.layer_run import Progress
-from hmt.quantizing.layer_writer import weight_rows
 from hmt.quantizing.measures import (
     SampledInputs,
     Sensitivity,
@@ -35,7 +34,7 @@ from hmt.quantizing.measures import (
 from hmt.quantizing.memory_plan import ROWS_NUMBERS, MemoryPlan, groups_within, layer_layouts
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.observed import Observer
-from hmt.quantizing.rounded_weights import RoundedWeights
+from hmt.quantizing.rounded_weights import RoundedWeights, weight_rows
 from hmt.quantizing.scaling import layer_changes
 from hmt.quantizing.stores import LayerWeights, open_store
 from hmt.quantizing.structure import ParamId

@@ -1,6 +1,6 @@
 """A layer's changes: its rotation, known beforehand, and factors that its activations give."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,8 @@ from hmt.kernels import ops
 from hmt.quant.methods.interface import Scaling, Statistics, Target
 from hmt.quant.repacking.bits import DTYPES
 from hmt.quantizing.changes import Changes, fold
+from hmt.quantizing.collecting import collect
+from hmt.quantizing.hidden_states import HiddenStates
 from hmt.quantizing.job import Job
 from hmt.quantizing.shards import bytes_of, read_at
 from hmt.quantizing.statistics import nbytes as statistics_bytes
@@ -34,10 +36,34 @@ class Scaled:
     targets: Mapping[ParamId, Target]
 
 
-def foldings_within(job: Job, work: LayerWork, most: int) -> list[list[Scaled]]:
-    """Those of a layer that matter, in groups of which the statistics take `most` bytes."""
-    scaling, spec = job.procedure.scaling, job.model.spec
+def scale_layer(
+    job: Job,
+    work: LayerWork,
+    most: int,
+    hidden: HiddenStates,
+    store: WeightStore,
+    changes: Changes,
+    done: Callable[[], None],
+) -> None:
+    """Add the factors to `changes` that go from a layer's activations into its weights, or back.
+
+    most   bytes of statistics that are held at once
+    done   is called after each step
+    """
+    scaling = job.procedure.scaling
     assert scaling is not None
+    for group in _foldings(job, work, scaling, most):
+        inputs = {scaled.input: scaled.columns for scaled in group}
+        found = collect(hidden, work.index, inputs, scaling.needs, store, changes, done)
+        for scaled in group:
+            statistics = found[scaled.input].result()
+            if statistics.tokens:
+                _scale(scaling, scaled, statistics, store, changes)
+
+
+def _foldings(job: Job, work: LayerWork, scaling: Scaling, most: int) -> list[list[Scaled]]:
+    """Those of a layer that matter, in groups of which the statistics take `most` bytes."""
+    spec = job.model.spec
     blocks = [block for block in spec.blocks if block.id.layer == work.index]
     columns = {ParamId(b.id, p.name): p.shape[-1] for b in blocks for p in b.params}
     targets = {place: unit.target for unit in work.units for place in unit.places}
@@ -57,7 +83,7 @@ def foldings_within(job: Job, work: LayerWork, most: int) -> list[list[Scaled]]:
     return groups
 
 
-def scale(
+def _scale(
     scaling: Scaling, scaled: Scaled, inputs: Statistics, store: WeightStore, changes: Changes
 ) -> None:
     """Find the factors of one folding, and add them to `changes`."""

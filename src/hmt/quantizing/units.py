@@ -78,10 +78,13 @@ def plan_work(
     sensitive: Sensitive,
     options: QuantizeOptions,
     chosen: Mapping[str, Target | str],
+    *,
+    rotated: bool,
 ) -> list[LayerWork]:
     """Work by layer, in order, and that of the trunk last.
 
     chosen   forms of modules where they are not the options', or why a module stays
+    rotated  hidden states are: see `_with_own_head`
     Raises CheckpointError where the checkpoint is quantised already in a way that is not read as
     numbers, and ConfigError where nothing would be quantised.
     """
@@ -102,7 +105,8 @@ def plan_work(
                 places[param.source] = (*places.get(param.source, ()), place)
                 if param.spec.role is Role.LINEAR:
                     kept[_module(param.source)] = "the output layer"
-    works.append(LayerWork(TRUNK, (), tuple(_numbers(rest)), kept, places))
+    trunk = LayerWork(TRUNK, (), tuple(_numbers(rest)), kept, places)
+    works.append(_with_own_head(spec, trunk) if rotated else trunk)
     if not any(work.units for work in works):
         raise ConfigError(
             f"nothing of {checkpoint.path} would be quantised: every linear layer is kept; leave "
@@ -164,7 +168,7 @@ def _layer(
     return LayerWork(index, tuple(units), tuple(_numbers(records.values())), kept, places)
 
 
-def with_own_head(spec: ModelSpec, trunk: LayerWork) -> LayerWork:
+def _with_own_head(spec: ModelSpec, trunk: LayerWork) -> LayerWork:
     """The trunk's work where hidden states are rotated.
 
     The last norm moves into the output layer, which then is another matrix than the embedding.
