@@ -1,8 +1,7 @@
 """One layer's shard and its part of the report: each weight quantised, all else copied."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -11,27 +10,26 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hmt.base.errors import CheckpointError, NumericsError, os_reason
-from hmt.base.units import MIB
+from hmt.base.errors import NumericsError
 from hmt.contracts.blocks import TRUNK, BlockKind
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.store import Weights
 from hmt.quant.methods.interface import Method, QuantizedWeight, Statistics
 from hmt.quant.repacking.bits import DTYPES
 from hmt.quantizing.changes import Changes
-from hmt.quantizing.experts import Transposed
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.memory_plan import by_rows
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.published import encoded, sizes
 from hmt.quantizing.report import Error, entry_of, error_of
 from hmt.quantizing.rounded_weights import weight_rows
-from hmt.quantizing.shards import Entries, ShardWriter, bytes_of, file_bytes, read_at
+from hmt.quantizing.shards import Entries, ShardWriter, bytes_of, file_bytes
+from hmt.quantizing.source_tensors import PIECE_BYTES, pieces, tensor
+from hmt.quantizing.source_tensors import numbers as published_numbers
 from hmt.quantizing.statistics import Collector, of_all
 from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
 
-_PIECE_BYTES: Final = 4 * MIB
 _FEW: Final = 4  # an expert with fewer tokens than a quarter of its inputs takes others' statistics
 _SCALES: Final = "_scale_inv"
 
@@ -128,10 +126,7 @@ class LayerWriter:
         if record.dtype == "F8_E4M3":
             self._shard.write(record.name, self._numbers(record))
             return
-        if isinstance(record, Transposed):
-            self._shard.write(record.name, _turned(record))
-            return
-        for at, content in _pieces(record):
+        for at, content in pieces(record):
             self._shard.write_bytes(record.name, at, content)
 
     def _write_changed(self, record: TensorRecord, places: Sequence[ParamId]) -> None:
@@ -139,10 +134,8 @@ class LayerWriter:
         if self._work.index != TRUNK:
             if record.dtype == "F8_E4M3":
                 numbers = self._numbers(record)
-            elif isinstance(record, Transposed):
-                numbers = _turned(record)
             else:
-                numbers = _tensor(record, DTYPES[record.dtype])
+                numbers = published_numbers(record)
             if len(places) > 1:
                 raise AssertionError(f"{record.name} is several parameters")
             changed = self._changes.of(places[0], numbers.float())
@@ -150,14 +143,14 @@ class LayerWriter:
             return
         # Rows of the embedding and the output layer become others each by itself.
         row_bytes = record.nbytes // record.shape[0]
-        step = max(1, _PIECE_BYTES // row_bytes) if len(record.shape) > 1 else record.shape[0]
+        step = max(1, PIECE_BYTES // row_bytes) if len(record.shape) > 1 else record.shape[0]
         for first in range(0, record.shape[0], step):
             shape = (min(step, record.shape[0] - first), *record.shape[1:])
             part = replace(
                 record, shape=shape, offset=record.offset + first * row_bytes,
                 nbytes=shape[0] * row_bytes,
             )  # fmt: skip
-            numbers = _tensor(part, DTYPES[record.dtype])
+            numbers = tensor(part, DTYPES[record.dtype])
             changed = self._changes.of(places[0], numbers.float()).to(numbers.dtype)
             self._shard.write_bytes(record.name, first * row_bytes, bytes_of(changed))
 
@@ -166,8 +159,8 @@ class LayerWriter:
         scales = self._checkpoint.records[record.name + _SCALES]
         tile = self._checkpoint.fp8_tile
         assert tile is not None
-        codes = _tensor(record, torch.float8_e4m3fn)
-        factors = _tensor(scales, torch.float32)
+        codes = tensor(record, torch.float8_e4m3fn)
+        factors = tensor(scales, torch.float32)
         out = torch.empty(record.shape, dtype=torch.bfloat16)
         for start in range(0, record.shape[0], tile[0]):
             rows = slice(start, start + tile[0])
@@ -226,38 +219,3 @@ def _joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
         scales=torch.cat([part.scales for part in parts]),
         zero_points=torch.cat(zeros) if zeros else None,
     )
-
-
-def _pieces(record: TensorRecord) -> Iterator[tuple[int, memoryview]]:
-    """A tensor's bytes, a few at a time, each with its place."""
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, record.nbytes)))
-    try:
-        with record.file.open("rb", buffering=0) as file:
-            for at in range(0, record.nbytes, _PIECE_BYTES):
-                wanted = buffer[: min(_PIECE_BYTES, record.nbytes - at)]
-                read_at(file.fileno(), wanted, record.offset + at)
-                os.posix_fadvise(
-                    file.fileno(), record.offset + at, len(wanted), os.POSIX_FADV_DONTNEED
-                )
-                yield at, wanted
-    except OSError as error:
-        raise CheckpointError(
-            f"{record.file} cannot be read ({os_reason(error)}): download it again"
-        ) from error
-
-
-def _turned(record: Transposed) -> Tensor:
-    """A matrix that is published transposed."""
-    rows, inputs = record.shape
-    whole = (inputs, record.columns)
-    nbytes = record.nbytes // rows * record.columns
-    published = TensorRecord(record.name, record.dtype, whole, record.file, record.offset, nbytes)
-    columns = slice(record.column, record.column + rows)
-    return _tensor(published, DTYPES[record.dtype])[:, columns].T.contiguous()
-
-
-def _tensor(record: TensorRecord, dtype: torch.dtype) -> Tensor:
-    content = bytearray(record.nbytes)
-    for at, piece in _pieces(record):
-        content[at : at + len(piece)] = piece
-    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(record.shape)
