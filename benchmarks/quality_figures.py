@@ -1,4 +1,4 @@
-"""Writes docs/quality.md's generated tables from measurements; `--check` only compares."""
+"""Writes generated tables of docs from measurements; `--check` only compares."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ _RESULTS = _ROOT / "benchmarks" / "results"
 _MODELS = {"dense": "kv-quality-dense", "moe": "kv-quality-moe"}
 _FORMATS = "published-formats-xeon-amx-2-cores.json"
 _ACTIVATIONS = "activation-quality-xeon-2-cores.json"
+_METHODS = "quantized-methods-xeon-2-cores.json"
 _BEGIN, _END = "<!-- figures: benchmarks/quality_figures.py {} -->", "<!-- /figures -->"
 
 
@@ -55,6 +56,26 @@ def activations() -> list[str]:
             for cell in (f"{1000 * score['kl_mean']:.1f}", f"{score['perplexity']:.2f}")
         ]
         lines.append(f"| {one['model']}, {one['type']} | {' | '.join(cells)} |")
+    return lines
+
+
+def methods() -> list[str]:
+    """What a model still knows by method and form of `hmt quantize`."""
+    results = json.loads((_RESULTS / _METHODS).read_text())["results"]
+    heads = ("tasks, A16", "tasks, A8", "perplexity, A16", "perplexity, A8", "KL, A16", "KL, A8")
+    lines = [f"| | MB | {' | '.join(heads)} |", "|---" * (len(heads) + 2) + "|"]
+    for one in results:
+        rows: dict[str, dict[str, Any]] = {}
+        for row in one["rows"]:
+            rows.setdefault(row["row"], {})[row["activations"]] = row
+        for name, both in rows.items():
+            pair = both["a16"], both["a8"]
+            count = f"{pair[0]['bytes'] / 1e6:.1f}" if "bytes" in pair[0] else ""
+            cells = [str(row["tasks"][0]) for row in pair]
+            cells += [f"{row['heldout_ppl']:.1f}" for row in pair]
+            cells += [f"{1000 * row['kl']:.0f}" if "kl" in row else "" for row in pair]
+            label = f"{one['model']}, {name.replace(':', ', ')}"
+            lines.append(f"| {label} | {count} | {' | '.join(cells)} |")
     return lines
 
 
@@ -111,17 +132,19 @@ def _perplexity(result: dict[str, Any] | None) -> str:
 
 
 def main() -> int:
-    """Bring the page up to date; 1 where `--check` finds that it is not."""
-    page = _ROOT / "docs" / "quality.md"
-    text = wanted = page.read_text()
-    for table in (activations, formats, kv):
-        begin = _BEGIN.format(table.__name__)
-        before, rest = wanted.split(begin)
-        wanted = before + "\n".join([begin, *table(), _END]) + rest.split(_END, 1)[1]
-    if "--check" in sys.argv:
-        return int(wanted != text)
-    page.write_text(wanted)
-    return 0
+    """Bring the pages up to date; 1 where `--check` finds that one is not."""
+    differs = False
+    for name, tables in (("quality.md", (activations, formats, kv)), ("quantize.md", (methods,))):
+        page = _ROOT / "docs" / name
+        text = wanted = page.read_text()
+        for table in tables:
+            begin = _BEGIN.format(table.__name__)
+            before, rest = wanted.split(begin)
+            wanted = before + "\n".join([begin, *table(), _END]) + rest.split(_END, 1)[1]
+        differs |= wanted != text
+        if "--check" not in sys.argv:
+            page.write_text(wanted)
+    return int(differs and "--check" in sys.argv)
 
 
 if __name__ == "__main__":

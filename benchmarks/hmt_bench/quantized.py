@@ -17,13 +17,17 @@ from hmt.bench.environment import describe
 from hmt.bench.quality import WINDOW, Extent, evaluate
 from hmt.engine import Engine
 from hmt.quantizing import QuantizeOptions, bits_by_recipe, quantize, target_named
+from hmt.quantizing.methods import open_procedure
 
-# METHOD:FORM[:RECIPE], where a form is int and its bits, nvfp4 or mxfp4.
+# METHOD:FORM[:RECIPE], where a form is int and its bits, nvfp4 or mxfp4; methods may be several.
 ROWS = (
-    *("rtn:int8", "gptq:int8"),
+    *("rtn:int8", "gptq:int8", "smoothquant:int8"),
     *("rtn:int4", "signround:int4", "gptq:int4", "gptq:int4:mixed"),
+    *("awq:int4", "smoothquant:int4", "rotate:int4", "rotate,gptq:int4"),
     *("rtn:int3", "signround:int3", "gptq:int3", "gptq:int3:mixed"),
-    *("rtn:nvfp4", "gptq:nvfp4", "rtn:mxfp4", "gptq:mxfp4"),
+    *("awq:int3", "rotate:int3", "rotate,gptq:int3"),
+    *("rtn:nvfp4", "gptq:nvfp4", "rotate,gptq:nvfp4"),
+    *("rtn:mxfp4", "gptq:mxfp4", "rotate,gptq:mxfp4"),
 )
 _MEMORY = "1GiB"
 _BYTES = 1 << 30
@@ -80,7 +84,7 @@ def _options(row: str, calibration: str) -> QuantizeOptions:
         method=method,
         target=target or target_named(form, None, None, True),
         bits_of=bits_by_recipe(recipe or "uniform"),
-        calibration="builtin" if method == "rtn" else calibration,
+        calibration=calibration if open_procedure(method).needs else "builtin",
         host_memory_bytes=_BYTES,
     )
 

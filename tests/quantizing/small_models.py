@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hmt.profiling.random_model import Shape, write_random_model
 from hmt.quant.methods.interface import Needs, QuantizedWeight, Statistics, Target
-from hmt.quantizing import QuantizeOptions, job
+from hmt.quantizing import QuantizeOptions, methods
 from hmt.quantizing.methods import open_method
 
 DENSE = Shape(layers=3, hidden_size=64, intermediate_size=96, heads=4, kv_heads=2)
@@ -54,11 +54,13 @@ class use_observing:
     """Lets `method="observing"` be known, at once and until a context ends."""
 
     def __init__(self) -> None:
-        self._before = job.open_method
-        job.open_method = lambda name: Observing() if name == "observing" else open_method(name)
+        self._before = methods.open_method
+        methods.open_method = lambda name: (
+            Observing() if name == "observing" else self._before(name)
+        )
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *error: object) -> None:
-        job.open_method = self._before
+        methods.open_method = self._before

@@ -7,7 +7,9 @@ import typer
 
 METHODS = (
     "How weights are rounded: rtn, to the nearest; gptq, which lets inputs make up for what others "
-    "lost by rounding; or signround, which learns the direction of each."
+    "lost by rounding; or signround, which learns the direction of each. Before that, with commas "
+    "between: rotate[=SEED], which spreads large numbers; smoothquant[=SHARE] or awq, which move "
+    "what is hard to round from activations into weights, or the other way round."
 )
 
 Model = Annotated[Path, typer.Argument(help="Folder of a checkpoint in 16 bits, or in FP8.")]

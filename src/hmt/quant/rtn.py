@@ -104,7 +104,7 @@ def round_groups(
 
 def _search_scales(relative: Tensor, half: int, importance: Tensor | None) -> Tensor:
     """The scale of least squared error for each row of [groups, size], among the factors."""
-    factors = _factors(half)
+    factors = scale_factors(half)
     codes = torch.empty_like(relative)
     errors = torch.empty(len(factors), len(relative), device=relative.device)
     for factor, error in zip(factors, errors, strict=True):
@@ -117,7 +117,7 @@ def _search_scales(relative: Tensor, half: int, importance: Tensor | None) -> Te
     return torch.tensor(factors, device=relative.device)[errors.argmin(0)].div_(-half)
 
 
-def _factors(half: int) -> tuple[float, ...]:
+def scale_factors(half: int) -> tuple[float, ...]:
     """Multiples of -peak / half: the fewer bits, the more is clipped."""
     if half == 8:
         return _FACTORS

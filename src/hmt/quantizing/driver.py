@@ -113,7 +113,7 @@ def _planned(job: Job, folder: PartialFolder) -> MemoryPlan:
         job.model.spec,
         job.layouts,
         _largest(job),
-        job.method.needs,
+        job.procedure,
         job.sequences,
         before,
         measures=job.options.measures,

@@ -55,11 +55,15 @@ def finish(
     checkpoint: Checkpoint,
     works: Sequence[LayerWork],
     section: Mapping[str, Any],
+    changed: Mapping[str, Any],
     copied: Sequence[Path],
     options: QuantizeOptions,
     tokens: int,
 ) -> dict[str, Any]:
-    """Write config.json, the index, the report, and copies; returns the report."""
+    """Write config.json, the index, the report, and copies; returns the report.
+
+    changed   of config.json, besides its `quantization_config`
+    """
     holders: dict[str, str] = {}
     total = 0
     for shard in sorted(folder.model.glob("model-*.safetensors")):
@@ -71,6 +75,7 @@ def finish(
     # As published: what HMT adds to a configuration that it has read is not there.
     config = json.loads((checkpoint.path / _CONFIG).read_bytes())
     config["quantization_config"] = dict(section)
+    config |= changed
     if isinstance(config.get("text_config"), dict):  # where some have what was true before
         config["text_config"].pop("quantization_config", None)
     for file in copied:

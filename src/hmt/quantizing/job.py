@@ -13,14 +13,16 @@ from hmt.contracts.model import Model
 from hmt.engine.loading.source import open_source, sensitive_of, target
 from hmt.models import open_model
 from hmt.quant import Scheme
-from hmt.quant.methods.interface import Method, Target
+from hmt.quant.methods.interface import Target
 from hmt.quantizing.calibration_text import BUILTIN, OWN, calibration_sequences
 from hmt.quantizing.finishing import identity
 from hmt.quantizing.memory_plan import Layouts
-from hmt.quantizing.methods import open_method
+from hmt.quantizing.methods import Procedure, open_procedure
 from hmt.quantizing.options import QuantizeOptions
 from hmt.quantizing.own_text import own_sequences
 from hmt.quantizing.published import quantization_config
+from hmt.quantizing.rotating import HiddenRotation, hidden_rotation
+from hmt.quantizing.structure import FOLDABLE
 from hmt.quantizing.units import LayerWork, plan_work
 from hmt.weights import bind, lay_out
 
@@ -30,6 +32,8 @@ class Job:
     """One quantisation.
 
     works       by layer, the trunk's last
+    procedure   what is done to weights
+    rotation    of hidden states, or None
     sequences   token ids of calibration; none where inputs are not looked at
     section     `quantization_config` of the new config.json
     """
@@ -38,7 +42,8 @@ class Job:
     model: Model
     layouts: Layouts
     works: list[LayerWork]
-    method: Method
+    procedure: Procedure
+    rotation: HiddenRotation | None
     sequences: list[list[int]]
     options: QuantizeOptions
     section: Mapping[str, Any]
@@ -47,6 +52,16 @@ class Job:
     def tokens(self) -> int:
         """Of all sequences."""
         return sum(map(len, self.sequences))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What is otherwise in the new config.json: see `units.py`."""
+        if self.rotation is None:
+            return {}
+        changed: dict[str, Any] = {"tie_word_embeddings": False}
+        if "num_nextn_predict_layers" in self.checkpoint.config:
+            changed["num_nextn_predict_layers"] = 0
+        return changed
 
     def identity(self) -> dict[str, Any]:
         """What two runs must share for one to go on with what the other has written."""
@@ -61,15 +76,24 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
     if source.pack is not None:
         raise CheckpointError(f"{path} is a pack: quantise the checkpoint that it was made of")
     checkpoint = source.checkpoint
-    method = open_method(options.method)
+    procedure = open_procedure(options.method)
     model = open_model(checkpoint.config, checkpoint.path, torch.float32)
     bound = bind(model.spec, checkpoint)
     layouts = lay_out(bound, target(Scheme()))
+    architecture, rotation = model.spec.architecture, None
+    if procedure.rotation is not None:
+        rotation = hidden_rotation(model.spec, procedure.rotation)
+    if procedure.scaling is not None and architecture not in FOLDABLE:
+        raise ConfigError(
+            f"which activations of {architecture} can be scaled is not known, only those of "
+            f"{', '.join(sorted(FOLDABLE))}: leave awq and smoothquant out of --method"
+        )
     works = plan_work(
-        model.spec, checkpoint, bound, sensitive_of(checkpoint.path, model.spec), options, {}
-    )
+        model.spec, checkpoint, bound, sensitive_of(checkpoint.path, model.spec), options, {},
+        rotated=rotation is not None,
+    )  # fmt: skip
     sequences: list[list[int]] = []
-    reads_text = bool(method.needs) or options.measures
+    reads_text = bool(procedure.needs) or options.measures
     if not reads_text and options.calibration != BUILTIN:
         raise ConfigError(
             f"--method {options.method} reads no text: leave --calibration {options.calibration} "
@@ -89,7 +113,9 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
             sequences = calibration_sequences(
                 options.calibration, source.tokenizer(), count, length
             )
-    return Job(checkpoint, model, layouts, works, method, sequences, options, _section(works))
+    return Job(
+        checkpoint, model, layouts, works, procedure, rotation, sequences, options, _section(works)
+    )
 
 
 def with_forms(job: Job, chosen: Mapping[str, Target | str]) -> Job:
@@ -100,9 +126,9 @@ def with_forms(job: Job, chosen: Mapping[str, Target | str]) -> Job:
     spec, checkpoint = job.model.spec, job.checkpoint
     works = plan_work(
         spec, checkpoint, bind(spec, checkpoint), sensitive_of(checkpoint.path, spec), job.options,
-        chosen,
+        chosen, rotated=job.rotation is not None,
     )  # fmt: skip
-    sequences = job.sequences if job.method.needs else []
+    sequences = job.sequences if job.procedure.needs else []
     return replace(job, works=works, sequences=sequences, section=_section(works))
 
 

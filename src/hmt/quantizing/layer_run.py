@@ -1,6 +1,6 @@
 """The loop over layers: collect statistics, quantise, compute what goes into the next one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -9,19 +9,18 @@ from hmt.contracts.blocks import TRUNK
 from hmt.engine.drift import STATISTICS, WINDOW_TOKENS
 from hmt.memory import Ledger
 from hmt.quantizing.activation_statistics import write_statistics
+from hmt.quantizing.changes import Changes
+from hmt.quantizing.collecting import collect
 from hmt.quantizing.finishing import copied_files, finish
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.hidden_states import HiddenStates
 from hmt.quantizing.job import Job
 from hmt.quantizing.layer_writer import LayerWriter
 from hmt.quantizing.memory_plan import MemoryPlan, layer_layouts, statistics_groups
-from hmt.quantizing.observed import Observer
-from hmt.quantizing.statistics import Collector
+from hmt.quantizing.scaling import layer_changes, scale_layer, trunk_changes
 from hmt.quantizing.stores import LayerWeights, open_store
-from hmt.quantizing.structure import ParamId
-from hmt.quantizing.units import LayerWork, Unit
+from hmt.quantizing.units import LayerWork
 from hmt.quantizing.written_layers import written_layouts
-from hmt.weights import WeightStore
 
 Progress = Callable[[str, int, int], None]
 
@@ -43,13 +42,15 @@ class LayerRun:
         self._ledger, self._progress = ledger, progress
         self._hidden = HiddenStates(job.model, job.sequences, folder.work, max(1, plan.batch))
         self._groups = [
-            statistics_groups(work, job.method.needs, plan.statistics) for work in job.works
+            statistics_groups(work, job.procedure.method.needs, plan.statistics)
+            for work in job.works
         ]
         self._done = 0
         self._total = sum(self._work_of(work, number) for number, work in enumerate(job.works))
 
     def _work_of(self, work: LayerWork, number: int) -> int:
         passes = 1 + (len(self._groups[number]) + 1 if self._job.sequences else 0)
+        passes += self._job.procedure.scaling is not None
         return sum(2 * unit.numbers for unit in work.units) * passes
 
     def run(self) -> dict[str, Any]:
@@ -61,8 +62,8 @@ class LayerRun:
                 self._layer(number, work)
                 self._advance_to(before + self._work_of(work, number))
         report = finish(
-            self._folder, job.checkpoint, job.works, job.section, copied_files(job.checkpoint),
-            job.options, job.tokens,
+            self._folder, job.checkpoint, job.works, job.section, job.config,
+            copied_files(job.checkpoint), job.options, job.tokens,
         )  # fmt: skip
         if job.sequences:
             layers = job.model.spec.layers
@@ -77,8 +78,8 @@ class LayerRun:
         shard = self._folder.model / self._shard_name(number)
         if work.index == TRUNK:
             if not shard.exists():
-                with LayerWriter(shard, self._report_file(number), work, self._job.checkpoint) as w:
-                    w.finish(self._folder)
+                with self._writer(number, work, shard, trunk_changes(self._job)) as writer:
+                    writer.finish(self._folder)
             return
         if not shard.exists():
             self._quantize(number, work, shard)
@@ -100,36 +101,33 @@ class LayerRun:
     def _report_file(self, number: int) -> Path:
         return self._folder.work / f"report-{number:05}.json"
 
+    def _writer(self, number: int, work: LayerWork, shard: Path, changes: Changes) -> LayerWriter:
+        report = self._report_file(number)
+        return LayerWriter(shard, report, work, self._job.checkpoint, changes)
+
     def _quantize(self, number: int, work: LayerWork, shard: Path) -> None:
         """Write the layer's shard."""
         job = self._job
+        method = job.procedure.method
         layouts = layer_layouts(job.layouts, work.index, tables=True)
-        with (
-            open_store(layouts, self._ledger) as store,
-            LayerWriter(shard, self._report_file(number), work, job.checkpoint) as writer,
-        ):
+        with open_store(layouts, self._ledger) as store:
+            changes = layer_changes(job, work.index, store)
             if job.sequences and work.index == 0 and not self._hidden.file(0).exists():
-                self._hidden.embed(LayerWeights(store))
-            for group in self._groups[number]:
-                found = self._observe(work, group, store) if job.sequences else {}
-                for unit in group:
-                    writer.add(unit, store, job.method, found)
-                    self._advance_to(self._done + 2 * unit.numbers)
-            writer.finish(self._folder)
-
-    def _observe(
-        self, work: LayerWork, group: Sequence[Unit], store: WeightStore
-    ) -> dict[ParamId, Collector]:
-        """Statistics of the inputs of `group`, over all sequences."""
-        needs = self._job.method.needs
-        found: dict[ParamId, Collector] = {}
-        for unit in group:
-            if unit.input not in found:
-                found[unit.input] = Collector(needs, unit.shape[1])
-        observer = Observer(found.__contains__, lambda place, inputs: found[place].add(inputs))
-        weights = LayerWeights(store, observer=observer)
-        self._hidden.observe(work.index, weights, observer, self._step_of(work))
-        return found
+                self._hidden.embed(LayerWeights(store, changes=changes))
+            if job.procedure.scaling is not None:
+                most, step = self._plan.statistics, self._step_of(work)
+                scale_layer(job, work, most, self._hidden, store, changes, step)
+            with self._writer(number, work, shard, changes) as writer:
+                for group in self._groups[number]:
+                    inputs = {unit.input: unit.shape[1] for unit in group} if method.needs else {}
+                    found = collect(
+                        self._hidden, work.index, inputs, method.needs, store, changes,
+                        self._step_of(work),
+                    )  # fmt: skip
+                    for unit in group:
+                        writer.add(unit, store, method, found)
+                        self._advance_to(self._done + 2 * unit.numbers)
+                writer.finish(self._folder)
 
     def _step_of(self, work: LayerWork) -> Callable[[], None]:
         share = sum(2 * unit.numbers for unit in work.units) // max(1, self._hidden.steps)

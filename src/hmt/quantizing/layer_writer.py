@@ -1,8 +1,7 @@
 """One layer's shard and its part of the report: each weight quantised, all else copied."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -11,26 +10,26 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hmt.base.errors import CheckpointError, NumericsError, os_reason
-from hmt.base.units import MIB
-from hmt.contracts.blocks import BlockKind
+from hmt.base.errors import NumericsError
+from hmt.contracts.blocks import TRUNK, BlockKind
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.store import Weights
-from hmt.kernels import ops
 from hmt.quant.methods.interface import Method, QuantizedWeight, Statistics
 from hmt.quant.repacking.bits import DTYPES
-from hmt.quantizing.experts import Transposed
+from hmt.quantizing.changes import Changes
 from hmt.quantizing.folder import PartialFolder
-from hmt.quantizing.memory_plan import ROWS_NUMBERS, by_rows
+from hmt.quantizing.memory_plan import by_rows
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.published import encoded, sizes
 from hmt.quantizing.report import Error, entry_of, error_of
-from hmt.quantizing.shards import Entries, ShardWriter, file_bytes, read_at
+from hmt.quantizing.rounded_weights import weight_rows
+from hmt.quantizing.shards import Entries, ShardWriter, bytes_of, file_bytes
+from hmt.quantizing.source_tensors import PIECE_BYTES, pieces, tensor
+from hmt.quantizing.source_tensors import numbers as published_numbers
 from hmt.quantizing.statistics import Collector, of_all
 from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
 
-_PIECE_BYTES: Final = 4 * MIB
 _FEW: Final = 4  # an expert with fewer tokens than a quarter of its inputs takes others' statistics
 _SCALES: Final = "_scale_inv"
 
@@ -40,9 +39,12 @@ Found = Mapping[ParamId, Collector]
 class LayerWriter:
     """Writes what `work` lists; a context, in which it is finished or left."""
 
-    def __init__(self, shard: Path, report: Path, work: LayerWork, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, shard: Path, report: Path, work: LayerWork, checkpoint: Checkpoint, changes: Changes
+    ) -> None:
         """Begin the file `shard`, and of `report` what is said.  Raises DiskWriteError."""
         self._work, self._checkpoint, self._report_file = work, checkpoint, report
+        self._changes = changes
         self._lines: list[dict[str, Any]] = []
         self._nearest = open_method("rtn")
         self._shard = ShardWriter(shard, entries(work))
@@ -67,7 +69,9 @@ class LayerWriter:
         method, inputs, note = self._chosen(unit, method, found)
         parts: list[QuantizedWeight] = []
         nearest, error = Error(), Error()
-        for rows in weight_rows(unit, weights, apart=by_rows(unit, method.needs)):
+        changed = any(place in self._changes for place in unit.places)
+        apart = by_rows(unit, method.needs) and not changed
+        for rows in weight_rows(unit, weights, self._changes, apart=apart):
             _check_finite(unit, rows)
             made = _as_stored(method.quantize(rows, inputs, unit.target), unit)
             parts.append(made)
@@ -115,22 +119,48 @@ class LayerWriter:
         self._shard.finish()
 
     def _copy(self, record: TensorRecord) -> None:
+        places = self._work.places.get(record.name, ())
+        if any(place in self._changes for place in places):
+            self._write_changed(record, places)
+            return
         if record.dtype == "F8_E4M3":
             self._shard.write(record.name, self._numbers(record))
             return
-        if isinstance(record, Transposed):
-            self._shard.write(record.name, _turned(record))
-            return
-        for at, content in _pieces(record):
+        for at, content in pieces(record):
             self._shard.write_bytes(record.name, at, content)
+
+    def _write_changed(self, record: TensorRecord, places: Sequence[ParamId]) -> None:
+        """A tensor of parameters of which something becomes before all else is written."""
+        if self._work.index != TRUNK:
+            if record.dtype == "F8_E4M3":
+                numbers = self._numbers(record)
+            else:
+                numbers = published_numbers(record)
+            if len(places) > 1:
+                raise AssertionError(f"{record.name} is several parameters")
+            changed = self._changes.of(places[0], numbers.float())
+            self._shard.write(record.name, changed.to(numbers.dtype))
+            return
+        # Rows of the embedding and the output layer become others each by itself.
+        row_bytes = record.nbytes // record.shape[0]
+        step = max(1, PIECE_BYTES // row_bytes) if len(record.shape) > 1 else record.shape[0]
+        for first in range(0, record.shape[0], step):
+            shape = (min(step, record.shape[0] - first), *record.shape[1:])
+            part = replace(
+                record, shape=shape, offset=record.offset + first * row_bytes,
+                nbytes=shape[0] * row_bytes,
+            )  # fmt: skip
+            numbers = tensor(part, DTYPES[record.dtype])
+            changed = self._changes.of(places[0], numbers.float()).to(numbers.dtype)
+            self._shard.write_bytes(record.name, first * row_bytes, bytes_of(changed))
 
     def _numbers(self, record: TensorRecord) -> Tensor:
         """FP8 in tiles as bf16: exact but for the product's rounding."""
         scales = self._checkpoint.records[record.name + _SCALES]
         tile = self._checkpoint.fp8_tile
         assert tile is not None
-        codes = _tensor(record, torch.float8_e4m3fn)
-        factors = _tensor(scales, torch.float32)
+        codes = tensor(record, torch.float8_e4m3fn)
+        factors = tensor(scales, torch.float32)
         out = torch.empty(record.shape, dtype=torch.bfloat16)
         for start in range(0, record.shape[0], tile[0]):
             rows = slice(start, start + tile[0])
@@ -158,23 +188,6 @@ def shard_bytes(work: LayerWork) -> int:
 
 def _alike(place: ParamId, other: ParamId) -> bool:
     return place.block.kind is BlockKind.EXPERT and place.name == other.name
-
-
-def weight_rows(unit: Unit, weights: Weights, *, apart: bool) -> Iterator[Tensor]:
-    """The weight in f32, all [outputs, inputs] of it, or some rows after the other."""
-    step = max(1, ROWS_NUMBERS // unit.shape[1])
-    whole = []
-    for place in unit.places:
-        with weights.lease(place.block) as params:
-            weight = params[place.name]
-            if not apart:
-                whole.append(ops.dequantize(weight, torch.float32).clone())
-                continue
-            for start in range(0, weight.shape[0], step):
-                rows = slice(start, min(start + step, weight.shape[0]))
-                yield ops.dequantize(weight, torch.float32, rows).clone()
-    if not apart:
-        yield whole[0] if len(whole) == 1 else torch.cat(whole)
 
 
 def _as_stored(made: QuantizedWeight, unit: Unit) -> QuantizedWeight:
@@ -206,38 +219,3 @@ def _joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
         scales=torch.cat([part.scales for part in parts]),
         zero_points=torch.cat(zeros) if zeros else None,
     )
-
-
-def _pieces(record: TensorRecord) -> Iterator[tuple[int, memoryview]]:
-    """A tensor's bytes, a few at a time, each with its place."""
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, record.nbytes)))
-    try:
-        with record.file.open("rb", buffering=0) as file:
-            for at in range(0, record.nbytes, _PIECE_BYTES):
-                wanted = buffer[: min(_PIECE_BYTES, record.nbytes - at)]
-                read_at(file.fileno(), wanted, record.offset + at)
-                os.posix_fadvise(
-                    file.fileno(), record.offset + at, len(wanted), os.POSIX_FADV_DONTNEED
-                )
-                yield at, wanted
-    except OSError as error:
-        raise CheckpointError(
-            f"{record.file} cannot be read ({os_reason(error)}): download it again"
-        ) from error
-
-
-def _turned(record: Transposed) -> Tensor:
-    """A matrix that is published transposed."""
-    rows, inputs = record.shape
-    whole = (inputs, record.columns)
-    nbytes = record.nbytes // rows * record.columns
-    published = TensorRecord(record.name, record.dtype, whole, record.file, record.offset, nbytes)
-    columns = slice(record.column, record.column + rows)
-    return _tensor(published, DTYPES[record.dtype])[:, columns].T.contiguous()
-
-
-def _tensor(record: TensorRecord, dtype: torch.dtype) -> Tensor:
-    content = bytearray(record.nbytes)
-    for at, piece in _pieces(record):
-        content[at : at + len(piece)] = piece
-    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(record.shape)

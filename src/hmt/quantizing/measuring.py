@@ -18,11 +18,11 @@ from torch import Tensor
 from hmt.base.folders import writing
 from hmt.memory import Ledger
 from hmt.quant.methods.interface import Statistics, Target
+from hmt.quantizing.changes import Changes
 from hmt.quantizing.folder import PartialFolder
 from hmt.quantizing.hidden_states import HiddenStates
 from hmt.quantizing.job import Job
 from hmt.quantizing.layer_run import Progress
-from hmt.quantizing.layer_writer import weight_rows
 from hmt.quantizing.measures import (
     SampledInputs,
     Sensitivity,
@@ -34,7 +34,8 @@ from hmt.quantizing.measures import (
 from hmt.quantizing.memory_plan import ROWS_NUMBERS, MemoryPlan, groups_within, layer_layouts
 from hmt.quantizing.methods import open_method
 from hmt.quantizing.observed import Observer
-from hmt.quantizing.rounded_weights import RoundedWeights
+from hmt.quantizing.rounded_weights import RoundedWeights, weight_rows
+from hmt.quantizing.scaling import layer_changes
 from hmt.quantizing.stores import LayerWeights, open_store
 from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import LayerWork, Unit
@@ -106,38 +107,41 @@ class MeasureRun:
             return
         layouts = layer_layouts(self._job.layouts, layer, tables=True)
         with open_store(layouts, self._ledger) as store:
+            changes = layer_changes(self._job, layer, store)
             if not self._file(layer).exists():
                 if layer == 0 and not self._hidden.file(0).exists():
-                    self._hidden.embed(LayerWeights(store))
-                lines = [asdict(line) for line in self._measured(work, store)]
+                    self._hidden.embed(LayerWeights(store, changes=changes))
+                lines = [asdict(line) for line in self._measured(work, store, changes)]
                 self._folder.write_file(self._file(layer), json.dumps(lines).encode())
             if not behind:
-                self._hidden.advance(layer, LayerWeights(store), lambda: None)
+                self._hidden.advance(layer, LayerWeights(store, changes=changes), lambda: None)
 
-    def _measured(self, work: LayerWork, store: WeightStore) -> list[Measured]:
+    def _measured(self, work: LayerWork, store: WeightStore, changes: Changes) -> list[Measured]:
         found: list[Measured] = []
         for group in groups_within(work, self._plan.statistics, sampled_bytes):
-            inputs = self._inputs(work, group, store)
+            inputs = self._inputs(work, group, store, changes)
             for unit in group:
-                found.append(self._unit(unit, inputs[unit.input], store))
+                found.append(self._unit(unit, inputs[unit.input], store, changes))
         if not self._job.options.target_bytes:
             return found
-        return self._weighted(work, store, found)
+        return self._weighted(work, store, changes, found)
 
     def _inputs(
-        self, work: LayerWork, group: Sequence[Unit], store: WeightStore
+        self, work: LayerWork, group: Sequence[Unit], store: WeightStore, changes: Changes
     ) -> dict[ParamId, SampledInputs]:
         steps = self._hidden.steps
         found = {unit.input: SampledInputs(unit.shape[1], steps) for unit in group}
         observer = Observer(found.__contains__, lambda place, inputs: found[place].add(inputs))
-        weights = LayerWeights(store, observer=observer)
+        weights = LayerWeights(store, observer=observer, changes=changes)
         self._hidden.observe(work.index, weights, observer, lambda: None)
         return found
 
-    def _unit(self, unit: Unit, inputs: SampledInputs, store: WeightStore) -> Measured:
+    def _unit(
+        self, unit: Unit, inputs: SampledInputs, store: WeightStore, changes: Changes
+    ) -> Measured:
         """Squared errors of outputs, not weighted yet, and the sensitivity."""
         options, rows = self._job.options, inputs.rows()
-        (weight,) = weight_rows(unit, LayerWeights(store), apart=False)
+        (weight,) = weight_rows(unit, store, changes, apart=False)
         some = rows[:: -(-len(rows) // _ERROR_ROWS) or 1]
         losses: dict[int, float] = {}
         if options.target_bytes:
@@ -161,13 +165,14 @@ class MeasureRun:
         return self._nearest.quantize(weight, Statistics(0), target).dequantized()
 
     def _weighted(
-        self, work: LayerWork, store: WeightStore, found: Sequence[Measured]
+        self, work: LayerWork, store: WeightStore, changes: Changes, found: Sequence[Measured]
     ) -> list[Measured]:
         """With errors as shares of the layer's output."""
         names: dict[tuple[object, str], list[int]] = {}
         for number, unit in enumerate(work.units):
             names.setdefault((unit.input.block.kind, unit.places[0].name), []).append(number)
-        effects = self._effects(work, store, [list(members) for members in names.values()])
+        members_of = [list(members) for members in names.values()]
+        effects = self._effects(work, store, changes, members_of)
         weighted = list(found)
         for members, effect in zip(names.values(), effects, strict=True):
             whole = sum(found[number].losses[_REFERENCE_BITS] for number in members)
@@ -180,10 +185,14 @@ class MeasureRun:
         return weighted
 
     def _effects(
-        self, work: LayerWork, store: WeightStore, groups: Sequence[Sequence[int]]
+        self,
+        work: LayerWork,
+        store: WeightStore,
+        changes: Changes,
+        groups: Sequence[Sequence[int]],
     ) -> list[float]:
         """Mean over tokens of the output's relative squared error, each group of units rounded."""
-        plain = LayerWeights(store)
+        plain = LayerWeights(store, changes=changes)
         rounded = []
         for members in groups:
             units = [work.units[number] for number in members]
@@ -192,7 +201,7 @@ class MeasureRun:
                 for unit in units
                 for place in unit.places
             }
-            rounded.append(RoundedWeights(store, targets, self._rounded))
+            rounded.append(RoundedWeights(store, targets, self._rounded, changes))
         lost, tokens = [0.0] * len(groups), 0
         for hidden, step in self._hidden.samples(work.index, _STEPS):
             before = self._hidden.output(work.index, hidden.clone(), step, plain).float()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 
 from hmt.base.errors import BudgetError
 from hmt.base.units import MIB, format_bytes
@@ -13,6 +14,7 @@ from hmt.kernels.ops import ATTENTION_WORKSPACE_BYTES
 from hmt.memory import Ledger
 from hmt.quant.methods.interface import Needs
 from hmt.quantizing.measures import sampled_bytes
+from hmt.quantizing.methods import Procedure
 from hmt.quantizing.statistics import nbytes as statistics_bytes
 from hmt.quantizing.stores import store_bytes
 from hmt.quantizing.structure import ParamId
@@ -70,7 +72,7 @@ def plan_memory(
     spec: ModelSpec,
     layouts: Layouts,
     works: Sequence[LayerWork],
-    needs: Needs,
+    procedure: Procedure,
     sequences: Sequence[Sequence[int]],
     begun: "MemoryPlan | None" = None,
     *,
@@ -82,8 +84,10 @@ def plan_memory(
     begun      shares of the run that this one goes on for: statistics and activations stay, as in
             which order inputs are summed up is seen in the last bits
     """
+    needs, changed = procedure.needs, procedure.changes_weights
     stores = max(_store_bytes(work, layouts) for work in works)
-    work = max(work_bytes(unit, needs) for layer in works for unit in layer.units)
+    stores += changed_bytes(spec) if changed else 0
+    work = max(work_bytes(unit, needs, whole=changed) for layer in works for unit in layer.units)
     if measures:
         work = max(work, *(measuring_bytes(unit) for layer in works for unit in layer.units))
     if not needs and not measures:
@@ -113,9 +117,22 @@ def layer_layouts(layouts: Layouts, layer: int, *, tables: bool) -> dict[BlockId
     return {block: layout for block, layout in layouts.items() if block.layer in members}
 
 
-def work_bytes(unit: Unit, needs: Needs) -> int:
-    """What quantising a weight takes besides its block and statistics."""
-    if by_rows(unit, needs):
+def changed_bytes(spec: ModelSpec) -> int:
+    """What the blocks of a layer take in f32, of which two may be leased at a time."""
+    sizes = [
+        4 * sum(prod(param.shape) for param in block.params)
+        for block in spec.blocks
+        if block.id.layer != TRUNK
+    ]
+    return sum(sorted(sizes, reverse=True)[:2])
+
+
+def work_bytes(unit: Unit, needs: Needs, *, whole: bool = False) -> int:
+    """What quantising a weight takes besides its block and statistics.
+
+    whole   its rows cannot come apart, as they are changed before
+    """
+    if by_rows(unit, needs) and not whole:
         rows = max(1, ROWS_NUMBERS // unit.shape[1])
         return _WEIGHT_BYTES * min(unit.numbers, rows * unit.shape[1]) + 2 * unit.numbers
     hessian = unit.shape[1] ** 2 if Needs.HESSIAN in needs else 0

@@ -28,7 +28,7 @@ _SMALLER: Final = (128, 64, 32, 16)  # groups, where the one that was asked for 
 class QuantizeOptions:
     """How a model is quantised.
 
-    method        such as "rtn" or "gptq"
+    method        such as "rtn", "gptq" or "rotate,awq,gptq": see `methods.py`
     target        the form of weights that nothing else is said of
     bits_of       (regular expression, bits) of modules' names; the last that is found in one counts
     keep          regular expressions of modules that stay as published, besides the output layer

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import Encoding, WeightTensor
+from hmt.contracts.store import Weights
 from hmt.kernels import ops
 from hmt.quant.methods.interface import Target
+from hmt.quantizing.changes import Changes
 from hmt.quantizing.memory_plan import ROWS_NUMBERS
 from hmt.quantizing.stores import LayerWeights
 from hmt.quantizing.structure import ParamId
+from hmt.quantizing.units import Unit
 from hmt.weights import WeightStore
 
 
@@ -24,8 +27,9 @@ class RoundedWeights(LayerWeights):
         store: WeightStore,
         targets: Mapping[ParamId, Target],
         rounded: Callable[[Tensor, Target], Tensor],
+        changes: Changes,
     ) -> None:
-        super().__init__(store)
+        super().__init__(store, changes=changes)
         self._targets, self._rounded = targets, rounded
 
     @contextmanager
@@ -44,3 +48,24 @@ class RoundedWeights(LayerWeights):
             rows = slice(start, min(start + step, weight.shape[0]))
             numbers[rows] = self._rounded(ops.dequantize(weight, torch.float32, rows), target)
         return WeightTensor(Encoding.F32, weight.shape, numbers)
+
+
+def weight_rows(unit: Unit, weights: Weights, changes: Changes, *, apart: bool) -> Iterator[Tensor]:
+    """The weight in f32, all [outputs, inputs] of it, or some rows after the other.
+
+    Rows that are changed must come all together.
+    """
+    step = max(1, ROWS_NUMBERS // unit.shape[1])
+    whole = []
+    for place in unit.places:
+        with weights.lease(place.block) as params:
+            weight = params[place.name]
+            if not apart:
+                numbers = ops.dequantize(weight, torch.float32)
+                whole.append(changes.of(place, numbers) if place in changes else numbers.clone())
+                continue
+            for start in range(0, weight.shape[0], step):
+                rows = slice(start, min(start + step, weight.shape[0]))
+                yield ops.dequantize(weight, torch.float32, rows).clone()
+    if not apart:
+        yield whole[0] if len(whole) == 1 else torch.cat(whole)

@@ -23,6 +23,7 @@ class Collector:
         self.tokens = 0
         self._hessian = torch.zeros(columns, columns) if Needs.HESSIAN in needs else None
         self._sum_abs = torch.zeros(columns) if Needs.MEAN_ABS in needs else None
+        self._max_abs = torch.zeros(columns) if Needs.MAX_ABS in needs else None
         self._samples: list[Tensor] | None = [] if Needs.SAMPLES in needs else None
 
     def add(self, inputs: Tensor) -> None:
@@ -33,6 +34,8 @@ class Collector:
                 self._hessian.addmm_(rows.T, rows)
             if self._sum_abs is not None:
                 self._sum_abs += rows.abs().sum(0)
+            if self._max_abs is not None and len(rows):
+                torch.maximum(self._max_abs, rows.abs().amax(0), out=self._max_abs)
             if self._samples is not None and self.tokens < SAMPLE_ROWS:
                 self._samples.append(rows[: SAMPLE_ROWS - self.tokens].clone())
             self.tokens += len(rows)
@@ -44,6 +47,7 @@ class Collector:
             self._hessian,
             None if self._sum_abs is None else self._sum_abs / max(1, self.tokens),
             None if self._samples is None else _joined(self._samples),
+            self._max_abs,
         )
 
 
@@ -51,6 +55,7 @@ def nbytes(needs: Needs, columns: int) -> int:
     """What a collector takes at most."""
     numbers = columns * columns if Needs.HESSIAN in needs else 0
     numbers += 2 * columns if Needs.MEAN_ABS in needs else 0
+    numbers += columns if Needs.MAX_ABS in needs else 0
     numbers += 2 * SAMPLE_ROWS * columns if Needs.SAMPLES in needs else 0
     return 4 * numbers
 
@@ -65,6 +70,7 @@ def of_all(parts: Iterable[Statistics]) -> Statistics:
             _sum(total.hessian, part.hessian),
             _mean(total, part, tokens),
             _rows(total.samples, part.samples),
+            _larger(total.max_abs, part.max_abs),
         )
     return total
 
@@ -79,6 +85,12 @@ def _mean(one: Statistics, other: Statistics, tokens: int) -> Tensor | None:
     if one.mean_abs is None or other.mean_abs is None or not tokens:
         return one.mean_abs if other.mean_abs is None else other.mean_abs
     return (one.mean_abs * one.tokens + other.mean_abs * other.tokens) / tokens
+
+
+def _larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return torch.maximum(one, other)
 
 
 def _rows(one: Tensor | None, other: Tensor | None) -> Tensor | None:

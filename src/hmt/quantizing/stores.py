@@ -3,17 +3,21 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
+import torch
 from torch import Tensor
 
 from hmt.base.trace import Tracer
 from hmt.contracts.blocks import TRUNK, BlockId
-from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.encoding import Encoding, WeightTensor
 from hmt.contracts.plan import Tier
 from hmt.contracts.store import LeasedGroup, Priority, ResidentBlock
 from hmt.engine import EngineConfig
 from hmt.engine.loading.disk import transfer_queue
+from hmt.kernels import ops
 from hmt.memory import HostPool, Ledger
+from hmt.quantizing.changes import Changes
 from hmt.quantizing.observed import Observer
+from hmt.quantizing.structure import ParamId
 from hmt.weights import BlockLayout, WeightStore, row_span_bytes
 
 
@@ -63,7 +67,7 @@ def open_store(layouts: Mapping[BlockId, BlockLayout], ledger: Ledger) -> Iterat
 class LayerWeights:
     """Implements Weights for one layer: an observer hears of leases, and rows come from elsewhere.
 
-    Blocks are leased one at a time, and read when they are.
+    Blocks are leased one at a time, and read when they are.  What of them is changed is f32.
     """
 
     def __init__(
@@ -71,17 +75,32 @@ class LayerWeights:
         store: WeightStore,
         tables: WeightStore | None = None,
         observer: Observer | None = None,
+        changes: Changes | None = None,
     ) -> None:
         """`tables` has rows that are looked up; None: `store` has them."""
         self._store = store
         self._observer = observer
-        self.rows = (store if tables is None else tables).rows
+        self._tables = store if tables is None else tables
+        self._changes = Changes() if changes is None else changes
+
+    def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
+        """See Weights."""
+        rows, place = self._tables.rows(block, name, ids), ParamId(block, name)
+        return self._changes.of(place, rows.float()) if place in self._changes else rows
 
     @contextmanager
     def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
         """See Weights."""
-        with self._store.lease(block) as params, self._observing(block, params):
-            yield params
+        with self._store.lease(block) as stored:
+            params = {name: self._changed(ParamId(block, name), w) for name, w in stored.items()}
+            with self._observing(block, params):
+                yield params
+
+    def _changed(self, place: ParamId, weight: WeightTensor) -> WeightTensor:
+        if place not in self._changes:
+            return weight
+        numbers = self._changes.of(place, ops.dequantize(weight, torch.float32))
+        return WeightTensor(Encoding.F32, weight.shape, numbers)
 
     def _observing(
         self, block: BlockId, params: Mapping[str, WeightTensor]

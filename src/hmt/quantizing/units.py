@@ -1,11 +1,12 @@
 """What is quantised of a checkpoint, layer by layer, and what is copied as it is."""
 
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from hmt.base.errors import CheckpointError, ConfigError
-from hmt.contracts.blocks import TRUNK, BlockId, BlockSpec, Role
+from hmt.contracts.blocks import TRUNK, BlockId, BlockKind, BlockSpec, Role
 from hmt.contracts.checkpoint import Checkpoint, TensorRecord
 from hmt.contracts.model import ModelSpec
 from hmt.quant import Sensitive
@@ -17,6 +18,8 @@ from hmt.weights.binding import BoundBlock, BoundParam
 
 _WEIGHT: Final = ".weight"
 _SCALES: Final = "_scale_inv"  # of FP8 in tiles
+_LAYER: Final = re.compile(r"model\.layers\.(\d+)")
+_HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,14 @@ class LayerWork:
     units    that are quantised, in the order of the layer's blocks
     copied   tensors that stay as they are
     kept     modules that could have been quantised, with the reason why not
+    places   of copied tensors that are parameters: of which, in the order of their rows
     """
 
     index: int
     units: tuple[Unit, ...]
     copied: tuple[TensorRecord, ...]
     kept: Mapping[str, str]
+    places: Mapping[str, tuple[ParamId, ...]]
 
     @property
     def ignored(self) -> list[str]:
@@ -73,10 +78,13 @@ def plan_work(
     sensitive: Sensitive,
     options: QuantizeOptions,
     chosen: Mapping[str, Target | str],
+    *,
+    rotated: bool,
 ) -> list[LayerWork]:
     """Work by layer, in order, and that of the trunk last.
 
     chosen   forms of modules where they are not the options', or why a module stays
+    rotated  hidden states are: see `_with_own_head`
     Raises CheckpointError where the checkpoint is quantised already in a way that is not read as
     numbers, and ConfigError where nothing would be quantised.
     """
@@ -89,12 +97,16 @@ def plan_work(
         works.append(_layer(index, mine, blocks, checkpoint, sensitive, options, chosen, taken))
     rest = [record for name, record in checkpoint.records.items() if name not in taken]
     kept = {}
+    places: dict[str, tuple[ParamId, ...]] = {}
     for block in bound.values():
         if block.id.layer == TRUNK:
             for param in block.params:
+                place = ParamId(block.id, param.spec.name)
+                places[param.source] = (*places.get(param.source, ()), place)
                 if param.spec.role is Role.LINEAR:
                     kept[_module(param.source)] = "the output layer"
-    works.append(LayerWork(TRUNK, (), tuple(_numbers(rest)), kept))
+    trunk = LayerWork(TRUNK, (), tuple(_numbers(rest)), kept, places)
+    works.append(_with_own_head(spec, trunk) if rotated else trunk)
     if not any(work.units for work in works):
         raise ConfigError(
             f"nothing of {checkpoint.path} would be quantised: every linear layer is kept; leave "
@@ -130,6 +142,7 @@ def _layer(
     units: list[Unit] = []
     kept: dict[str, str] = {}
     records: dict[str, TensorRecord] = {}
+    places: dict[str, tuple[ParamId, ...]] = {}
     for block in bound:
         leading = leaders([param.name for param in specs[block.id].params])
         for params in _by_tensor(block):
@@ -148,9 +161,33 @@ def _layer(
                 own = {record.name: record}
             if found:
                 kept[module or _module(stack.name)] = found
+            for name in own:
+                places[name] = _places(block.id, params)
             records |= own
     taken.update(records)
-    return LayerWork(index, tuple(units), tuple(_numbers(records.values())), kept)
+    return LayerWork(index, tuple(units), tuple(_numbers(records.values())), kept, places)
+
+
+def _with_own_head(spec: ModelSpec, trunk: LayerWork) -> LayerWork:
+    """The trunk's work where hidden states are rotated.
+
+    The last norm moves into the output layer, which then is another matrix than the embedding.
+    Layers that predict further tokens have a norm of their own in front of it: they are left out.
+    """
+    embedding = ParamId(BlockId(TRUNK, BlockKind.EMBEDDING), "weight")
+    copied, kept, places = [], dict(trunk.kept), dict(trunk.places)
+    for record in trunk.copied:
+        layer = _LAYER.match(record.name)
+        if layer is not None and int(layer[1]) >= spec.layers:
+            kept[layer[0]] = "left out: it shares the output layer, which a norm moved into"
+            continue
+        copied.append(record)
+        own = places.get(record.name, ())
+        if len(own) > 1 and embedding in own:
+            copied.append(replace(record, name=_HEAD))
+            places[record.name] = (embedding,)
+            places[_HEAD] = tuple(place for place in own if place != embedding)
+    return replace(trunk, copied=tuple(copied), kept=kept, places=places)
 
 
 def _by_tensor(block: BoundBlock) -> list[list[BoundParam]]:
@@ -190,12 +227,16 @@ def _unit(
     form = chosen.get(module, target)
     if isinstance(form, str):
         return form
-    params = sorted(params, key=lambda param: param.spec.rows or (0, 0))
-    places = tuple(ParamId(block, param.spec.name) for param in params)
+    places = _places(block, params)
     # Methods give scales that bf16 has; f16 has not all of them.
     scales = "F32" if record.dtype == "F32" else "BF16"
     leader = ParamId(block, leading[places[0].name])
     return Unit(module, (rows, columns), places, leader, form, scales)
+
+
+def _places(block: BlockId, params: Iterable[BoundParam]) -> tuple[ParamId, ...]:
+    ordered = sorted(params, key=lambda param: param.spec.rows or (0, 0))
+    return tuple(ParamId(block, param.spec.name) for param in ordered)
 
 
 def _module(tensor: str) -> str:

@@ -1,5 +1,6 @@
 """What methods of quantisation are given and return.  Pure tensors; no model is known."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Flag, auto
 from typing import Protocol
@@ -17,6 +18,7 @@ class Needs(Flag):
     HESSIAN = auto()  # sum over tokens of x x^T
     MEAN_ABS = auto()  # mean over tokens of |x|
     SAMPLES = auto()  # some of the tokens' inputs themselves
+    MAX_ABS = auto()  # largest |x| of all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,14 @@ class Statistics:
     hessian   f32 [inputs, inputs], the sum of x x^T over them, not divided
     mean_abs  f32 [inputs]
     samples   f32 [rows, inputs]
+    max_abs   f32 [inputs]
     """
 
     tokens: int
     hessian: Tensor | None = None
     mean_abs: Tensor | None = None
     samples: Tensor | None = None
+    max_abs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +104,26 @@ class Method(Protocol):
 
     def quantize(self, weight: Tensor, inputs: Statistics, target: Target) -> QuantizedWeight:
         """weight f32 [outputs, inputs], not changed."""
+        ...
+
+
+class Scaling(Protocol):
+    """A method that moves a factor of each input from activations into weights.
+
+    What makes the activations is divided by the factors, and all weights behind it are multiplied,
+    so that nothing changes but how well both are rounded.
+    """
+
+    @property
+    def needs(self) -> Needs:
+        """What it wants to know of the inputs."""
+        ...
+
+    def factors(self, inputs: Statistics, weights: Iterable[tuple[Tensor, Target]]) -> Tensor:
+        """f32 [inputs], above 0.
+
+        inputs    of all weights together
+        weights   f32 [outputs, inputs] that are multiplied with these, and their forms; gone
+                  through once, and not changed
+        """
         ...
