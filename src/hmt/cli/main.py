@@ -17,7 +17,9 @@ from hmt.cli import (
     convert,
     doctor,
     eval,
+    first_run,
     inspect,
+    models,
     plan,
     probe,
     quantize,
@@ -31,11 +33,14 @@ from hmt.cli.retired_flags import by_new_names
 
 app = typer.Typer(
     name="hmt",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
+app.command("pull")(models.pull)
+app.command("list")(models.list_models)
+app.command("rm")(models.remove)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
@@ -58,11 +63,17 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def hmt(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Runs language models that are larger than memory, on one machine."""
+    """Runs language models that are larger than memory, on one machine.
+
+    Without a command: shows what this machine can run, and lets one be chosen.
+    """
+    if context.invoked_subcommand is None:
+        first_run.first_run()
 
 
 def main() -> NoReturn:

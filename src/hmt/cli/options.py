@@ -28,8 +28,19 @@ _choice = partial(typer.Option, rich_help_panel="Choosing tokens")
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        help="Folder of a checkpoint or pack, a GGUF file, or owner/name on the Hugging Face hub; "
+        help="Folder of a checkpoint or pack, a GGUF file, owner/name or owner/name:TYPE on the "
+        "Hugging Face hub, or a name of the list that `hmt` shows; "
         "the embedded model when left out."
+    ),
+]
+
+
+RememberOption = Annotated[
+    bool,
+    _memory(
+        "--remember",
+        help="Keep these options for this model in ~/.config/hmt/models.toml: later runs take "
+        "them from there.",
     ),
 ]
 
@@ -38,6 +49,13 @@ ModelArgument = Annotated[
 class EngineOptions:
     """How a model is stored and computed; see hmt.engine.EngineConfig."""
 
+    preset: Annotated[
+        str | None,
+        _memory(
+            help="Settings for a purpose: coding, long-context, many-users or laptop; options "
+            "that are given count before it."
+        ),
+    ] = None
     host_memory: Annotated[
         str | None,
         _memory(
@@ -250,11 +268,17 @@ class EngineOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of hmt.Engine, and of EngineConfig.resolve.  Raises ConfigError."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        options = self
+        if self.preset is not None:
+            from hmt.cli.presets import with_settings
+
+            options = with_settings(self, None)
+        named = {field.name: getattr(options, field.name) for field in fields(options)}
+        del named["preset"]
         named["quantization"] = named.pop("quant")
         named["max_batch"] = 1  # a command answers one request after the other
-        if self.numa is not None:
-            named["numa"] = _nodes(self.numa)
+        if options.numa is not None:
+            named["numa"] = _nodes(options.numa)
         return {name: value for name, value in named.items() if value is not None}
 
 
@@ -326,10 +350,13 @@ def embedded_model() -> Path:
 
 
 def choose_model(model: str | None) -> Path:
-    """The folder or file that was named, perhaps on the hub, or the embedded model."""
+    """The folder or file that was named, perhaps on the hub or in the list, or the embedded one."""
     from hmt.formats import located
+    from hmt.planner.catalogue import resolved
 
-    return embedded_model() if model is None else located(model)
+    if model is None:
+        return embedded_model()
+    return located(model if Path(model).expanduser().exists() else resolved(model))
 
 
 def _parameters(group: type) -> list[inspect.Parameter]:
