@@ -73,8 +73,8 @@ def run(
         str | None,
         typer.Argument(
             help="Folder of a checkpoint or pack, a GGUF file, owner/name or owner/name:TYPE on "
-            "the Hugging Face hub, or a name of the list that `hmt` shows; the embedded model when left out, or when this is the only argument and is a "
-            "prompt."
+            "the Hugging Face hub, or a name of the list that `hmt` shows; the embedded model "
+            "when left out, or when this is the only argument and is a prompt."
         ),
     ] = None,
     prompt: Annotated[

@@ -61,7 +61,7 @@ def gguf_files(names: Iterable[str], file_type: str) -> list[str]:
     Where there are several, as Q4_K_M and UD-Q4_K_M, it is the one with the shortest name.  An
     encoder of images in 16 bits comes last.
     """
-    wanted = re.compile(rf"(?:.*[-_./])?{re.escape(file_type)}\.gguf", re.IGNORECASE)
+    wanted = re.compile(rf"(?:.*[-./])?{re.escape(file_type)}\.gguf", re.IGNORECASE)
     models: dict[str, list[str]] = {}
     encoders = []
     for name in sorted(names):
@@ -72,7 +72,7 @@ def gguf_files(names: Iterable[str], file_type: str) -> list[str]:
             models.setdefault(whole, []).append(name)
     if not models:
         return []
-    return models[min(models, key=lambda whole: (len(whole), whole))] + encoders[:1]
+    return models[min(models, key=lambda whole: (len(Path(whole).name), whole))] + encoders[:1]
 
 
 def _snapshot(name: str, revision: str | None, file_type: str | None) -> Path:
@@ -138,10 +138,13 @@ def _cached(name: str, wanted: dict[str, Any], error: BaseException, file_type: 
 
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     try:
+        if file_type is not None:
+            there = _local_files(name, wanted["revision"])
+            chosen = _chosen(name, there, file_type)
+            wanted["allow_patterns"] = [SPLIT.sub(r"\1-*.gguf", file) for file in chosen]
         folder = Path(snapshot_download(name, local_files_only=True, **wanted))
         if file_type is not None:
-            there = [str(file.relative_to(folder)) for file in folder.rglob("*.gguf")]
-            folder /= _chosen(name, there, file_type)[0]
+            folder /= chosen[0]
     except Exception as missing:
         raise MissingFileError(
             f"{name} is no folder here, the hub cannot be reached ({reason}), and its cache "
@@ -150,6 +153,17 @@ def _cached(name: str, wanted: dict[str, Any], error: BaseException, file_type: 
         ) from missing
     logger.warning("the hub cannot be reached (%s): %s is used as it is in the cache", reason, name)
     return folder
+
+
+def _local_files(name: str, revision: str | None) -> list[str]:
+    """The files of a repository's snapshot in the cache.  Raises OSError where there is none."""
+    from huggingface_hub import constants
+
+    cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    reference = cached / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    snapshot = cached / "snapshots" / commit
+    return [str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if file.is_file()]
 
 
 def _check(name: str, files: list[Any]) -> None:

@@ -35,11 +35,11 @@ class Downloaded:
 
 def downloaded() -> list[Downloaded]:
     """All models in the cache, by name.  Files of several revisions count once."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     found = []
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return []
     for repository in sorted(repositories, key=lambda one: str(one.repo_id)):
@@ -99,7 +99,7 @@ def remove_downloaded(source: str) -> int:
 
     source   owner/name for all of a repository, owner/name:TYPE for a GGUF file of it
     """
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
 
     match = _NAMED.fullmatch(source)
     models = [one for one in downloaded() if match and one.source.split(":")[0] == match["name"]]
@@ -112,7 +112,7 @@ def remove_downloaded(source: str) -> int:
             raise MissingFileError(f"{source} is not in the cache: hmt list shows what is there")
         if len(chosen) < len(names):  # others of the repository stay
             return sum(_delete(names[name]) for name in chosen)
-    cache = scan_cache_dir()
+    cache = scan_cache_dir(constants.HF_HUB_CACHE)
     repository = next(one for one in cache.repos if one.repo_id == match["name"])
     strategy = cache.delete_revisions(*(one.commit_hash for one in repository.revisions))
     strategy.execute()
