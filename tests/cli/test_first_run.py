@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from hmt.base.errors import ConfigError
-from hmt.cli import first_run
+from hmt.cli import first_run, machine_fit, models
 from hmt.cli.options import EngineOptions
-from hmt.cli.presets import PRESETS, settings_file, with_settings
+from hmt.cli.presets import PRESETS
+from hmt.cli.remembered import settings_file, with_settings
 from hmt.engine import EngineConfig
 from hmt.hardware.machine_file import read_machine
 from hmt.planner.catalogue import KnownModel, known_models
@@ -29,40 +30,40 @@ def dense(*names: str) -> list[KnownModel]:
 
 def test_models_are_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig.resolve(context=8192, max_batch=1)
-    models = dense("qwen3-0.6b", "llama-3.1-8b", "qwen3-32b", "llama-3.1-70b")
+    some = dense("qwen3-0.6b", "llama-3.1-8b", "qwen3-32b", "llama-3.1-70b")
     desktop = read_machine("rtx-4090-desktop")
     alone = replace(desktop, devices=())
-    fits = first_run.fits_of(models, alone, config, 20 * GIB)
+    fits = machine_fit.fits_of(some, alone, config, 20 * GIB)
     assert [fit.place for fit in fits.values()] == ["fits in RAM"] * 3 + ["from disk"]
     assert [fit.file_type for fit in fits.values()] == ["Q8_0", "Q8_0", "Q3_K_M", "IQ2_XXS"]
     speeds = [fit.tokens_per_s for fit in fits.values()]
     assert speeds == sorted(speeds, reverse=True) and speeds[-1] > 0
     # With a GPU all of them are faster, and larger files fit.
-    faster = first_run.fits_of(models, desktop, config, 20 * GIB)
+    faster = machine_fit.fits_of(some, desktop, config, 20 * GIB)
     assert [fit.place for fit in faster.values()] == ["fits with GPU"] * 4
     assert faster["qwen3-32b"].file_type == "Q8_0"
     assert faster["llama-3.1-8b"].tokens_per_s > 3 * fits["llama-3.1-8b"].tokens_per_s
-    tiny = first_run.fits_of(models[2:3], alone, config, GIB)
+    tiny = machine_fit.fits_of(some[2:3], alone, config, GIB)
     assert tiny["qwen3-32b"].place == "does not run"
-    lines = "\n".join(first_run.table(desktop, models, faster, {models[0].source("Q8_0")}))
+    lines = "\n".join(first_run.table(desktop, some, faster, {some[0].source("Q8_0")}))
     assert "* qwen3-0.6b" in " ".join(lines.split()) and "RTX 4090" in lines
 
     # What was planned is remembered, for the same machine and memory only.
     monkeypatch.setattr(KnownModel, "shape", lambda self, kind: 1 / 0)
-    assert first_run.fits_of(models[2:3], alone, config, GIB) == tiny
+    assert machine_fit.fits_of(some[2:3], alone, config, GIB) == tiny
     with pytest.raises(ZeroDivisionError):
-        first_run.fits_of(models[2:3], alone, config, 2 * GIB)
+        machine_fit.fits_of(some[2:3], alone, config, 2 * GIB)
     (file,) = Path(settings_file().parents[2] / "cache").glob("first-run.json")
     for broken in ("{", "[]", json.dumps({"key": 1, "fits": 3})):
         file.write_text(broken)
         with pytest.raises(ZeroDivisionError):
-            first_run.fits_of(models[2:3], alone, config, GIB)
+            machine_fit.fits_of(some[2:3], alone, config, GIB)
 
 
 def test_without_a_terminal_the_table_is_printed_and_that_is_all(hmt, monkeypatch):
     few = tuple(dense("qwen3-0.6b", "qwen3-4b"))
     monkeypatch.setattr(first_run, "known_models", lambda: few)
-    monkeypatch.setattr(first_run, "installed_sources", lambda: {few[1].source("Q8_0")})
+    monkeypatch.setattr(models, "installed_sources", lambda: {few[1].source("Q8_0")})
     done = hmt()
     assert done.code == 0, done.err
     rows = [line.split() for line in done.out.splitlines()]

@@ -56,6 +56,32 @@ def accessible(page: Any) -> None:
         assert told == []
 
 
+def list_of_chats(page: Any) -> None:
+    """Rename, export and delete the only one."""
+    press(page, "chats-button", backwards=True)
+    page.wait_for_selector("#chats li")
+    accessible(page)
+    press(page, "Rename First question")
+    page.keyboard.type("Renamed")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#chats >> text=Renamed")
+    with page.expect_download() as download:
+        press(page, "Export Renamed")
+    assert download.value.suggested_filename == "Renamed.json"
+    saved = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
+    assert [m["role"] for m in saved["conversations"][0]["messages"]] == [
+        "user", "assistant", "assistant", "user", "assistant", "user", "assistant",
+    ]  # fmt: skip
+    press(page, "Delete Renamed")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=Renamed deleted")
+    page.keyboard.press("Escape")
+    assert shown(page) == [] and page.is_visible("#greeting")
+    page.reload()
+    page.wait_for_selector("#greeting")
+    assert shown(page) == []
+
+
 def test_a_whole_conversation_by_keyboard(
     browser: Any, seeing: LoadedModel, tmp_path: Path
 ) -> None:
@@ -122,29 +148,7 @@ def test_a_whole_conversation_by_keyboard(
         press(page, "Previous version", backwards=True)
         assert shown(page)[2] == "What is this?"
 
-        # The list of chats.
-        press(page, "chats-button", backwards=True)
-        page.wait_for_selector("#chats li")
-        accessible(page)
-        press(page, "Rename First question")
-        page.keyboard.type("Renamed")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("#chats >> text=Renamed")
-        with page.expect_download() as download:
-            press(page, "Export Renamed")
-        assert download.value.suggested_filename == "Renamed.json"
-        saved = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
-        assert [m["role"] for m in saved["conversations"][0]["messages"]] == [
-            "user", "assistant", "assistant", "user", "assistant", "user", "assistant",
-        ]  # fmt: skip
-        press(page, "Delete Renamed")
-        page.keyboard.press("Enter")
-        page.wait_for_selector("text=Renamed deleted")
-        page.keyboard.press("Escape")
-        assert shown(page) == [] and page.is_visible("#greeting")
-        page.reload()
-        page.wait_for_selector("#greeting")
-        assert shown(page) == []
+        list_of_chats(page)
 
 
 CALL = {"index": 0, "id": "call_1", "function": {"name": "add", "arguments": '{"a": 1}'}}

@@ -1,104 +1,46 @@
 """`hmt` alone: which current models this machine can run, how fast, and a choice among them."""
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from hashlib import sha256
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import typer
 
-from hmt import __version__
-from hmt.base.errors import BudgetError, HMTError
-from hmt.base.folders import cache_folder
-from hmt.base.json_store import write_atomically
-from hmt.base.units import format_bytes, round_down
-from hmt.cli.console import working
-from hmt.cli.models import installed_sources
+from hmt.base.errors import HMTError
+from hmt.base.units import format_bytes
+from hmt.cli import models
+from hmt.cli.console import complain
+from hmt.cli.machine_fit import CONTEXT, DOES_NOT_RUN, Fit, fits_of, this_machine
 from hmt.planner.catalogue import KnownModel, known_models
 
 if TYPE_CHECKING:
     from hmt.contracts.machine import Machine
-    from hmt.engine import EngineConfig
-    from hmt.planner.what_if.scenario import PlanResult
-
-_CONTEXT: Final = 8192
-_ROOM: Final = 0.85  # of memory for weights; the rest is for the KV cache and computation
-_IN_MEMORY, _WITH_GPU, _FROM_DISK = "fits in RAM", "fits with GPU", "from disk"
-_NOT: Final = "does not run"
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """How one model would run here: its file type, where it would be, tokens per second.
-
-    tokens_per_s   0 where no rate of this machine is known, or it does not run
-    """
-
-    file_type: str
-    place: str
-    tokens_per_s: float
+def add_commands(app: typer.Typer) -> None:
+    """Those about models that are on this machine, or may come to it."""
+    models.add_commands(app)
 
 
 def first_run() -> None:
     """Print the table; on a terminal, let a model be chosen, download it and chat."""
-    machine, config, host_bytes = _here()
+    machine, config, host_bytes = this_machine()
     fits = fits_of(known_models(), machine, config, host_bytes)
-    print("\n".join(table(machine, known_models(), fits, installed_sources())))
+    print("\n".join(table(machine, known_models(), fits, models.installed_sources())))
     if sys.stdin.isatty() and sys.stdout.isatty():
         _choose(fits)
 
 
-def fits_of(
-    models: Sequence[KnownModel], machine: "Machine", config: "EngineConfig", host_bytes: int
-) -> dict[str, Fit]:
-    """By name.  What was planned before for the same machine and memory is read from a file.
-
-    host_bytes   of host memory; all of the machine's GPU memory counts besides
-    """
-    from hmt.engine.loading.what_if import scenario_of, scenarios_for
-
-    file = cache_folder() / "first-run.json"
-    shown = json.dumps([__version__, asdict(machine), host_bytes], default=str, sort_keys=True)
-    key = sha256(shown.encode()).hexdigest()
-    fits = _read(file, key)
-    room_bytes = host_bytes + machine.device_bytes
-    missing = [model for model in models if model.name not in fits]
-    with working("planning") as report:
-        for number, model in enumerate(missing):
-            report(f"planning {model.title}", number, len(missing))
-            kind = model.largest_within(int(room_bytes * _ROOM))
-            asked = scenario_of(
-                config,
-                machine,
-                prompt_tokens=None,
-                host_bytes=host_bytes,
-                device_bytes=machine.device_bytes,
-            )
-            try:
-                planned = scenarios_for(model.shape(kind), config).plan(asked)
-            except BudgetError:
-                fits[model.name] = Fit(kind, _NOT, 0.0)
-            else:
-                fits[model.name] = Fit(kind, _place(planned), planned.prediction.tokens_per_s)
-    if missing:
-        content = {"key": key, "fits": {name: asdict(fit) for name, fit in fits.items()}}
-        write_atomically(file, json.dumps(content))
-    return fits
-
-
 def table(
     machine: "Machine",
-    models: Sequence[KnownModel],
+    listed: Sequence[KnownModel],
     fits: dict[str, Fit],
     installed: set[str],
 ) -> list[str]:
     """The lines that are printed."""
     gpu = "".join(f", {one.name} with {format_bytes(one.memory_bytes)}" for one in machine.devices)
     rows = [("", "name", "size", "type", "", "tokens/s", "other types")]
-    for model in models:
+    for model in listed:
         fit = fits[model.name]
         speed = f"{fit.tokens_per_s:.3g}" if fit.tokens_per_s else "?"
         others = [
@@ -113,7 +55,7 @@ def table(
                 format_bytes(model.sizes[fit.file_type]),
                 fit.file_type or "published",
                 fit.place,
-                "" if fit.place == _NOT else speed,
+                "" if fit.place == DOES_NOT_RUN else speed,
                 ", ".join(others),
             )
         )
@@ -121,7 +63,7 @@ def table(
     lines = [
         f"This machine: {machine.name}, {machine.cores} cores, {format_bytes(machine.ram_bytes)}"
         f" of RAM{gpu}",
-        f"Predicted for one user and a context of {_CONTEXT}; measured better after `hmt probe`.",
+        f"Predicted for one user and a context of {CONTEXT}; measured better after `hmt probe`.",
         "",
     ]
     lines += [
@@ -138,10 +80,8 @@ def table(
 
 
 def _choose(fits: dict[str, Fit]) -> None:
-    from hmt.cli.console import complain
-    from hmt.cli.models import pull
     from hmt.cli.options import EngineOptions, SamplingOptions, choose_model
-    from hmt.cli.presets import with_settings
+    from hmt.cli.remembered import with_settings
     from hmt.cli.run import Job, answer_or_chat
 
     while True:
@@ -156,63 +96,10 @@ def _choose(fits: dict[str, Fit]) -> None:
             given if ":" in given or not fits[name].file_type else f"{name}:{fits[name].file_type}"
         )
         try:
-            pull(source)
+            models.pull(source)
             options = with_settings(EngineOptions(), name)
             answer_or_chat(Job(choose_model(source), None, options, SamplingOptions()))
         except HMTError as error:
             complain(str(error))
         else:
             return
-
-
-def _here() -> "tuple[Machine, EngineConfig, int]":
-    """This machine with a GPU where there is one, options for one user, and host memory in bytes.
-
-    Host memory is in sixteenths of all: what other programs take at the moment hardly changes it.
-    """
-    import torch
-
-    from hmt.engine import EngineConfig
-    from hmt.engine.loading.device import device_budgets, open_devices
-    from hmt.hardware.machine import machine_for, with_device
-
-    gpu: dict[str, Any] = {"gpus": "0"} if torch.cuda.is_available() else {}
-    config = EngineConfig.resolve(context=_CONTEXT, max_batch=1, **gpu)
-    devices = open_devices(config)
-    machine = machine_for(_models_folder())
-    if devices:
-        device_bytes = device_budgets(devices, config)[0]
-        machine = with_device(machine, devices[0]).with_device_bytes(device_bytes)
-    host_bytes = config.host_memory_bytes
-    rounded = round_down(host_bytes, max(1, machine.ram_bytes // 16))
-    return machine, config, rounded or host_bytes
-
-
-def _models_folder() -> Path:
-    """Where models would be, or the folder that it would be made in: its disk is measured."""
-    from huggingface_hub import constants
-
-    cache = Path(constants.HF_HUB_CACHE)
-    return next(folder for folder in (cache, *cache.parents) if folder.exists())
-
-
-def _place(planned: "PlanResult") -> str:
-    from hmt.contracts.blocks import BlockKind
-    from hmt.contracts.plan import Tier
-
-    homes = {
-        home for block, home in planned.plan.homes.items() if block.kind is not BlockKind.EMBEDDING
-    }
-    if Tier.DISK in homes:
-        return _FROM_DISK
-    return _WITH_GPU if planned.plan.device.stages else _IN_MEMORY
-
-
-def _read(file: Path, key: str) -> dict[str, Fit]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        if content["key"] != key:
-            return {}
-        return {name: Fit(**fit) for name, fit in content["fits"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return {}  # nothing yet, or something else has written it

@@ -18,8 +18,6 @@ from hmt.cli import (
     doctor,
     eval,
     first_run,
-    inspect,
-    models,
     plan,
     probe,
     quantize,
@@ -38,13 +36,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("run")(run.run)
-app.command("pull")(models.pull)
-app.command("list")(models.list_models)
-app.command("rm")(models.remove)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
-app.command("inspect")(inspect.inspect)
+first_run.add_commands(app)
 app.command("convert")(convert.convert)
 app.command("quantize")(quantize.quantize)
 app.add_typer(calibrate.app, name="calibrate")

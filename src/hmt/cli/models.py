@@ -7,6 +7,7 @@ import typer
 
 from hmt.base.errors import ConfigError, HMTError
 from hmt.base.units import format_bytes
+from hmt.cli import inspect
 from hmt.cli.console import working
 
 NameArgument = Annotated[
@@ -16,6 +17,14 @@ NameArgument = Annotated[
         "owner/name on the Hugging Face hub, or owner/name:TYPE for a GGUF file of it."
     ),
 ]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """`inspect`, `pull`, `list` and `rm`."""
+    app.command("inspect")(inspect.inspect)
+    app.command("pull")(pull)
+    app.command("list")(list_models)
+    app.command("rm")(remove)
 
 
 def pull(name: NameArgument) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from hmt.base.errors import ConfigError
+from hmt.cli.presets import preset_settings
 
 if TYPE_CHECKING:
     from hmt.contracts.request import Sampling
@@ -268,17 +269,15 @@ class EngineOptions:
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of hmt.Engine, and of EngineConfig.resolve.  Raises ConfigError."""
-        options = self
-        if self.preset is not None:
-            from hmt.cli.presets import with_settings
-
-            options = with_settings(self, None)
-        named = {field.name: getattr(options, field.name) for field in fields(options)}
-        del named["preset"]
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        preset = named.pop("preset")
+        if preset is not None:
+            given = {name: value for name, value in named.items() if value is not None}
+            named |= preset_settings(preset) | given
         named["quantization"] = named.pop("quant")
         named["max_batch"] = 1  # a command answers one request after the other
-        if options.numa is not None:
-            named["numa"] = _nodes(options.numa)
+        if self.numa is not None:
+            named["numa"] = _nodes(self.numa)
         return {name: value for name, value in named.items() if value is not None}
 
 

@@ -21,7 +21,7 @@ from hmt.cli.options import (
     expand,
 )
 from hmt.cli.plan_options import suggesting
-from hmt.cli.presets import settled
+from hmt.cli.remembered import settled
 from hmt.planner.catalogue import known_models
 
 if TYPE_CHECKING:

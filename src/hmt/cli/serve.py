@@ -12,7 +12,7 @@ from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
 from hmt.cli.options import EngineOptions, ModelArgument, RememberOption, choose_model, expand
 from hmt.cli.plan_options import suggesting
-from hmt.cli.presets import settled
+from hmt.cli.remembered import settled
 
 if TYPE_CHECKING:
     from hmt.server import ServerConfig
