@@ -22,6 +22,7 @@ from hmt.profiling.random_model import Shape, write_random_model
 
 def test_every_engine_option_is_one_of_the_engines(tmp_path):
     values = {
+        "preset": None,  # stands for others
         "host_memory": "8MiB",
         "gpu_memory": "1GiB",
         "gpus": "fake",

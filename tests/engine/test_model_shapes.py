@@ -16,6 +16,7 @@ from hmt.engine.loading.model_shapes import read_shape, shape_demand, shape_name
 from hmt.engine.loading.what_if import scenarios_for
 from hmt.hardware.machine_file import read_machine
 from hmt.planner import PlanOptions, solve
+from hmt.planner.catalogue import known_models
 from hmt.planner.cost.cost_model import CostModel
 from hmt.planner.cost.workload import workload_of
 from hmt.profiling.random_model import Shape
@@ -89,14 +90,27 @@ def test_a_configuration_that_describes_nothing_is_refused(tmp_path: Path) -> No
         read_shape(str(tmp_path))
 
 
-def test_known_shapes_have_the_sizes_that_they_are_known_for() -> None:
-    billions = {
-        "deepseek-v3": 671, "deepseek-v4-flash": 284, "llama-3.1-405b": 406,
-        "llama-3.1-70b": 70.6, "llama-3.1-8b": 8.0, "gemma-3-27b": 27.0, "mixtral-8x7b": 46.7,
-        "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235,
-        "glm-5.3-flash": 313.2,  # 320 with the layer that predicts several tokens
-    }  # fmt: skip
-    assert set(billions) == set(shape_names())
+BILLIONS = {
+    "deepseek-v3": 671, "deepseek-v4-flash": 284, "llama-3.1-405b": 406, "llama-3.1-70b": 70.6,
+    "llama-3.1-8b": 8.0, "gemma-3-27b": 27.0, "mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235, "gemma-3-4b": 3.88, "gemma-3-12b": 11.8, "gemma-4-31b": 30.7,
+    "gpt-oss-20b": 20.9, "gpt-oss-120b": 116.8, "llama-3.2-3b": 3.21, "phi-4": 14.7,
+    "mistral-small-3.2-24b": 23.6, "qwen3-0.6b": 0.6, "qwen3-4b": 4.02, "qwen3-8b": 8.19,
+    "qwen3-14b": 14.8, "qwen3-32b": 32.8, "qwen3.5-4b": 4.2, "qwen3.5-9b": 8.95,
+    "qwen3.6-27b": 26.9,
+    "glm-5.3-flash": 313.2,  # 320 with the layer that predicts several tokens
+}  # fmt: skip
+MORE_BILLIONS = {  # of thousands of experts
+    "gemma-4-26b-a4b": 25.2, "glm-4.5-air": 106.8, "minimax-m2": 228.7, "qwen3-next-80b-a3b": 79.7,
+    "qwen3.5-397b-a17b": 396, "qwen3.6-35b-a3b": 34.7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "billions", [BILLIONS, pytest.param(MORE_BILLIONS, marks=pytest.mark.whole)], ids=["", "more"]
+)
+def test_known_shapes_have_the_sizes_that_they_are_known_for(billions: dict[str, float]) -> None:
+    assert {*BILLIONS, *MORE_BILLIONS} == set(shape_names())
     for name, expected in billions.items():
         found = shape_demand(read_shape(name), options())
         numbers = sum(block.numbers for block in found.blocks)
@@ -109,6 +123,24 @@ def test_known_shapes_have_the_sizes_that_they_are_known_for() -> None:
             assert {block.encoding for block in found.blocks} == {"fp8", "bf16", ""}
     with pytest.raises(MissingFileError, match="mixtral-8x7b"):
         read_shape("no-such-model")
+
+
+def test_sizes_of_the_list_of_models_are_those_of_their_shapes() -> None:
+    known = {model.name: model for model in known_models()}
+    assert len(known) == len(known_models()) >= 25 and set(known) <= set(shape_names())
+    for name in ("qwen3-0.6b", "gpt-oss-20b"):
+        for kind, size in known[name].sizes.items():
+            demand = shape_demand(read_shape(known[name].shape(kind)), options())
+            assert demand.weight_bytes == size
+    # As published: Q4_K_M of 14.3 GB (Mistral), 13.8 GB (gpt-oss).
+    assert known["mistral-small-3.2-24b"].sizes["Q4_K_M"] == pytest.approx(14.3e9, rel=0.01)
+    assert known["gpt-oss-20b"].sizes[""] == pytest.approx(13.8e9, rel=0.01)
+    for model in known.values():
+        sizes = list(model.sizes.values())
+        assert sizes == sorted(sizes, reverse=True)
+        assert model.largest_within(sizes[0]) == model.types[0]
+        assert model.largest_within(sizes[0] - 1) == model.types[min(1, len(sizes) - 1)]
+        assert model.largest_within(0) == model.types[-1]
 
 
 def measured_machine(result: dict[str, Any]) -> Machine:

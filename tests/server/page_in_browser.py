@@ -132,4 +132,4 @@ def given(page: Any, kind: str, *files: tuple[str, str, bytes]) -> None:
 
 def pending(page: Any, count: int) -> None:
     """Wait until so many images are to be sent."""
-    sync_api.expect(page.locator("#images li")).to_have_count(count, timeout=20_000)
+    sync_api.expect(page.locator("#attached li")).to_have_count(count, timeout=20_000)

@@ -103,6 +103,13 @@ Some **bold**, *thin*, `code <b>`, a_b_c, 2 * 3 * 4 and [a link](https://example
 ```html
 <script>alert(3)</script>
 ```
+
+It costs $5 and 10$ with $e^{i\\pi} + 1 = 0$, $\\href{javascript:alert(4)}{x}$ and \\(a < <b>c\\).
+
+$$
+\\sum_{k=1}^n \\frac{\\text{<img src=x>}}{\\mathbb{R}_k} =
+\\begin{cases} 1 & k' \\le 2 \\\\ \\sqrt[3]{x} \\end{cases}
+$$
 """
 
 
@@ -116,8 +123,17 @@ def test_what_a_model_writes_stays_text(opened: Opened) -> None:
     words = turn.locator("> .words")
     tags = words.evaluate("e => [...new Set([...e.querySelectorAll('*')].map(x => x.localName))]")
     assert " ".join(sorted(tags)) == (
-        "a blockquote br code div em h4 li ol p pre strong table tbody td th thead tr ul"
+        "a blockquote br button code div em h4 li math mfrac mi mn mo mroot mrow msub msup "
+        "mtable mtd mtext mtr munderover ol p pre span strong table tbody td th thead tr ul"
     )
+    spoken = words.locator("math").evaluate_all("all => all.map(e => [e.textContent, e.localName])")
+    assert spoken == [
+        ["eiπ+1=0", "math"],
+        ["a<<b>c", "math"],
+        ["∑k=1n<img src=x>\u211dk={1k\u2032≤2x3", "math"],
+    ]
+    assert "It costs $5 and 10$ with" in words.inner_text()
+    assert words.locator("p code").last.inner_text() == "$\\href{javascript:alert(4)}{x}$"
     assert words.locator("h4").inner_text() == "Title <img src=x onerror=alert(1)>"
     assert words.locator("pre").inner_text() == "<script>alert(3)</script>"
     links = words.locator("a").evaluate_all("all => all.map(a => [a.href, a.rel])")
@@ -235,7 +251,7 @@ def test_the_machine_is_drawn_and_works_by_keyboard(opened: Opened) -> None:
     # From the top everything is reached by Tab, in the order in which it is read, and is seen.
     page.focus(".skip")
     order = ["skip"]
-    for _ in range(11):
+    for _ in range(13):
         page.keyboard.press("Tab")
         order.append(page.evaluate("document.activeElement.id || document.activeElement.className"))
         shown = page.evaluate(
@@ -243,8 +259,15 @@ def test_the_machine_is_drawn_and_works_by_keyboard(opened: Opened) -> None:
             "(document.activeElement)"
         )
         assert shown, order
-    assert order[:8] == ["skip", "theme", "log", "", "", "", "prompt", "image-button"]
-    assert order[8:] == ["settings-button", "send", "machine", "heat"]
+    assert order[:8] == ["skip", "chats-button", "theme", "log", "", "", "", "prompt"]
+    assert order[8:] == [
+        "image-button",
+        "file-button",
+        "settings-button",
+        "send",
+        "machine",
+        "heat",
+    ]
 
 
 def test_of_several_models_one_is_chosen(opened: Opened) -> None:
@@ -300,7 +323,7 @@ def test_axe_finds_nothing(opened: Opened, scheme: str) -> None:
     page.wait_for_selector(".tier:has-text('A card')")
     check(page)
     page.click("#settings-button")
-    page.evaluate("import('./page/images.js').then(page => page.allowImages(''))")
+    page.evaluate("import('./page/attachments.js').then(page => page.allowImages(''))")
     given(page, "paste", ("a.png", "image/png", file_of(picture(4, 4))))
     pending(page, 1)
     check(page)

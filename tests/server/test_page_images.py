@@ -48,11 +48,11 @@ def test_images_are_picked_pasted_dropped_taken_away_and_sent(
         chooser.value.set_files([tmp_path / "0.png", tmp_path / "1.png"])
         pending(page, 2)
         given(page, "paste", ("image.png", "image/png", large))
-        given(page, "drop", ("dropped.png", "image/png", files[0]), ("a.txt", "text/plain", b"a"))
+        given(page, "drop", ("dropped.png", "image/png", files[0]), ("a.bin", "", b"a\0"))
         pending(page, 4)
-        assert page.inner_text("#image-note").startswith("a.txt is not added")
+        assert page.inner_text("#attached-note").startswith("a.bin is not added")
         given(page, "drop", ("broken.gif", "image/gif", b"GIF89a and no more"))
-        page.wait_for_selector("#image-note:has-text('broken.gif')")
+        page.wait_for_selector("#attached-note:has-text('broken.gif')")
         page.get_by_role("button", name="Remove dropped.png").press("Enter")
         page.get_by_role("button", name="Remove 1.png").press("Enter")
         assert page.evaluate("document.activeElement.ariaLabel") == "Remove image.png"
@@ -86,8 +86,8 @@ def test_a_model_that_does_not_see_says_so(opened: Opened) -> None:
     assert "reads text only" in (button.get_attribute("title") or "")
     assert "reads text only" in page.inner_text("#image-why")
     button.press("Enter")
-    assert "reads text only" in page.inner_text("#image-note")
+    assert "reads text only" in page.inner_text("#attached-note")
     given(page, "drop", ("a.png", "image/png", file_of(picture(4, 4))))
-    assert page.locator("#images li").count() == 0
+    assert page.locator("#attached li").count() == 0
     ask(page, "What is 12 + 30?")
     assert answered(page, 0).locator(".words").inner_text()

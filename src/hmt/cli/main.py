@@ -17,7 +17,7 @@ from hmt.cli import (
     convert,
     doctor,
     eval,
-    inspect,
+    first_run,
     plan,
     probe,
     quantize,
@@ -31,7 +31,7 @@ from hmt.cli.retired_flags import by_new_names
 
 app = typer.Typer(
     name="hmt",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -39,7 +39,7 @@ app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
-app.command("inspect")(inspect.inspect)
+first_run.add_commands(app)
 app.command("convert")(convert.convert)
 app.command("quantize")(quantize.quantize)
 app.add_typer(calibrate.app, name="calibrate")
@@ -58,11 +58,17 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def hmt(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Runs language models that are larger than memory, on one machine."""
+    """Runs language models that are larger than memory, on one machine.
+
+    Without a command: shows what this machine can run, and lets one be chosen.
+    """
+    if context.invoked_subcommand is None:
+        first_run.first_run()
 
 
 def main() -> NoReturn:

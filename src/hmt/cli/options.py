@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from hmt.base.errors import ConfigError
+from hmt.cli.presets import preset_settings
 
 if TYPE_CHECKING:
     from hmt.contracts.request import Sampling
@@ -29,8 +30,19 @@ _choice = partial(typer.Option, rich_help_panel="Choosing tokens")
 ModelArgument = Annotated[
     str | None,
     typer.Argument(
-        help="Folder of a checkpoint or pack, a GGUF file, or owner/name on the Hugging Face hub; "
+        help="Folder of a checkpoint or pack, a GGUF file, owner/name or owner/name:TYPE on the "
+        "Hugging Face hub, or a name of the list that `hmt` shows; "
         "the embedded model when left out."
+    ),
+]
+
+
+RememberOption = Annotated[
+    bool,
+    _memory(
+        "--remember",
+        help="Keep these options for this model in ~/.config/hmt/models.toml: later runs take "
+        "them from there.",
     ),
 ]
 
@@ -39,6 +51,13 @@ ModelArgument = Annotated[
 class EngineOptions:
     """How a model is stored and computed; see hmt.engine.EngineConfig."""
 
+    preset: Annotated[
+        str | None,
+        _memory(
+            help="Settings for a purpose: coding, long-context, many-users or laptop; options "
+            "that are given count before it."
+        ),
+    ] = None
     host_memory: Annotated[
         str | None,
         _memory(
@@ -282,6 +301,10 @@ class EngineOptions:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of hmt.Engine, and of EngineConfig.resolve.  Raises ConfigError."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
+        preset = named.pop("preset")
+        if preset is not None:
+            given = {name: value for name, value in named.items() if value is not None}
+            named |= preset_settings(preset) | given
         named["quantization"] = named.pop("quant")
         named["adapters"] = named.pop("adapter") or None
         named["max_batch"] = 1  # a command answers one request after the other
@@ -358,10 +381,13 @@ def embedded_model() -> Path:
 
 
 def choose_model(model: str | None) -> Path:
-    """The folder or file that was named, perhaps on the hub, or the embedded model."""
+    """The folder or file that was named, perhaps on the hub or in the list, or the embedded one."""
     from hmt.formats import located
+    from hmt.planner.catalogue import resolved
 
-    return embedded_model() if model is None else located(model)
+    if model is None:
+        return embedded_model()
+    return located(model if Path(model).expanduser().exists() else resolved(model))
 
 
 def _parameters(group: type) -> list[inspect.Parameter]:

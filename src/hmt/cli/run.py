@@ -13,8 +13,16 @@ import typer
 from hmt.base.errors import ConfigError, EmptyPromptError, HMTError
 from hmt.cli.console import loading, notes
 from hmt.cli.interrupt import StopKey
-from hmt.cli.options import EngineOptions, SamplingOptions, choose_model, expand
+from hmt.cli.options import (
+    EngineOptions,
+    RememberOption,
+    SamplingOptions,
+    choose_model,
+    expand,
+)
 from hmt.cli.plan_options import suggesting
+from hmt.cli.remembered import settled
+from hmt.planner.catalogue import known_models
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
@@ -64,9 +72,9 @@ def run(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder of a checkpoint or pack, a GGUF file, or owner/name on the Hugging Face "
-            "hub; the embedded model when left out, or when this is the only argument and is a "
-            "prompt."
+            help="Folder of a checkpoint or pack, a GGUF file, owner/name or owner/name:TYPE on "
+            "the Hugging Face hub, or a name of the list that `hmt` shows; the embedded model "
+            "when left out, or when this is the only argument and is a prompt."
         ),
     ] = None,
     prompt: Annotated[
@@ -90,8 +98,11 @@ def run(
             "given several times. In a chat: /image FILE."
         ),
     ] = None,
+    remember: RememberOption = False,
 ) -> None:
     """Answer a prompt, or chat, and say what it cost."""
+    named = None if model is None or (prompt is None and _is_prompt(model)) else model
+    engine = settled(engine, named, remember)
     path, prompt = choose(model, prompt)
     if json and prompt is None:
         raise ConfigError("--json prints one answer; give a prompt, or leave --json out to chat")
@@ -155,6 +166,8 @@ def _is_prompt(text: str) -> bool:
         exists = Path(text).expanduser().exists()
     except (OSError, RuntimeError):  # far too long for a path, or an unknown ~user
         return True
+    if any(text.partition(":")[0] == known.name for known in known_models()):
+        return False
     # Also owner/name, as models are called elsewhere: better a clear error than an odd answer.
     looks_like_path = "/" in text and not any(map(str.isspace, text))
     return not exists and not looks_like_path

@@ -10,8 +10,9 @@ import typer
 from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
-from hmt.cli.options import EngineOptions, ModelArgument, choose_model, expand
+from hmt.cli.options import EngineOptions, ModelArgument, RememberOption, choose_model, expand
 from hmt.cli.plan_options import suggesting
+from hmt.cli.remembered import settled
 
 if TYPE_CHECKING:
     from hmt.server import ServerConfig
@@ -160,7 +161,12 @@ class ServerOptions:
 
 
 @expand
-def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = None) -> None:
+def serve(
+    engine: EngineOptions,
+    server: ServerOptions,
+    model: ModelArgument = None,
+    remember: RememberOption = False,
+) -> None:
     """Serve a model over HTTP, the OpenAI way, until Ctrl-C."""
     try:
         import hmt.server as room
@@ -172,7 +178,7 @@ def serve(engine: EngineOptions, server: ServerOptions, model: ModelArgument = N
     from hmt.memory import limit_malloc_arenas
 
     limit_malloc_arenas()
-    config = server.config()
+    config, engine = server.config(), settled(engine, model, remember)
     path, console = choose_model(model), notes()
     name = config.name or shown_name(path)
     also = server.others(name)

@@ -7,33 +7,37 @@ counts: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
 
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 from hmt.base.errors import CheckpointError, HMTError, MachineError, MissingFileError
 from hmt.base.log import logger
 from hmt.base.units import format_bytes
+from hmt.formats.gguf.header import SPLIT
 
-_NAME: Final = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?:@([\w][\w./-]*))?")
+_NAME: Final = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?:@([\w][\w./-]*))?(?::([\w.-]+))?")
 # Weights, configurations, and what tokenizers are made of; nothing of subfolders, which hold the
 # same weights for other libraries.
 _WANTED: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _UNWANTED: Final = ("*/*", "README*", "LICENSE*", "consolidated*", "training_args*")
+_ENCODER: Final = re.compile(r"mmproj.*-?(?:bf16|f16)\.gguf", re.IGNORECASE)
 _LINKS: Final = "HF_ENDPOINT names another hub, HF_TOKEN who you are"
 
 
 def located(name: str | Path) -> Path:
     """The folder or file of a model: itself if it is there, else that of `owner/name[@revision]`.
 
-    What is not a name of the hub either is returned as it is.  Downloads what is missing of the
-    needed files, with progress on stderr.  Where the hub cannot be reached, what an earlier
-    download left complete is used.  Raises MissingFileError, CheckpointError and MachineError.
+    `owner/name:TYPE`, such as Q4_K_M, is the GGUF file of that type there.  What is not a name of
+    the hub either is returned as it is.  Downloads what is missing of the needed files, with
+    progress on stderr.  Where the hub cannot be reached, what an earlier download left complete is
+    used.  Raises MissingFileError, CheckpointError and MachineError.
     """
     path = Path(name).expanduser()
     match = _NAME.fullmatch(str(name))
     if match is None or _exists(path):
         return path
-    return _snapshot(match[1], match[2])
+    return _snapshot(match[1], match[2], match[3])
 
 
 def shown_name(path: Path) -> str:
@@ -51,8 +55,28 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _snapshot(name: str, revision: str | None) -> Path:
-    """The folder of the model's files in the cache, complete."""
+def gguf_files(names: Iterable[str], file_type: str) -> list[str]:
+    """Of a repository's files those of one GGUF model of this type, the first part first.
+
+    Where there are several, as Q4_K_M and UD-Q4_K_M, it is the one with the shortest name.  An
+    encoder of images in 16 bits comes last.
+    """
+    wanted = re.compile(rf"(?:.*[-./])?{re.escape(file_type)}\.gguf", re.IGNORECASE)
+    models: dict[str, list[str]] = {}
+    encoders = []
+    for name in sorted(names):
+        whole = SPLIT.sub(r"\1.gguf", name)
+        if Path(name).name.lower().startswith("mmproj"):
+            encoders += [name] if _ENCODER.fullmatch(Path(name).name) else []
+        elif wanted.fullmatch(whole):
+            models.setdefault(whole, []).append(name)
+    if not models:
+        return []
+    return models[min(models, key=lambda whole: (len(Path(whole).name), whole))] + encoders[:1]
+
+
+def _snapshot(name: str, revision: str | None, file_type: str | None) -> Path:
+    """The folder of the model's files in the cache, complete; or its GGUF file."""
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils import tqdm
 
@@ -64,12 +88,18 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
     wanted: dict[str, Any] = {
         "revision": revision,
-        "allow_patterns": list(_WANTED),
-        "ignore_patterns": list(_UNWANTED),
+        "allow_patterns": list(_WANTED) if file_type is None else ["*.gguf"],
+        "ignore_patterns": list(_UNWANTED) if file_type is None else None,
         "library_name": "hmt",
     }
     try:
         files = snapshot_download(name, dry_run=True, tqdm_class=Silent, **wanted)
+        if file_type is not None:
+            chosen = _chosen(name, [file.filename for file in files], file_type)
+            files = [file for file in files if file.filename in chosen]
+            _check_room(name, files)
+            wanted["allow_patterns"] = chosen
+            return Path(snapshot_download(name, **wanted)) / chosen[0]
         _check(name, files)
         return Path(snapshot_download(name, **wanted))
     except HMTError:
@@ -88,16 +118,33 @@ def _snapshot(name: str, revision: str | None) -> Path:
                 f"{name} is no folder here and no model that the hub shows: check the name; for a "
                 "private one log in (`hf auth login`) or set HF_TOKEN"
             ) from error
-        return _cached(name, wanted, reason)
+        return _cached(name, wanted, reason, file_type)
 
 
-def _cached(name: str, wanted: dict[str, Any], error: BaseException) -> Path:
+def _chosen(name: str, files: list[str], file_type: str) -> list[str]:
+    """See `gguf_files`.  Raises CheckpointError where there is none."""
+    chosen = gguf_files(files, file_type)
+    if not chosen:
+        found = sorted(Path(file).name for file in files)[:12]
+        raise CheckpointError(
+            f"{name} has no GGUF file of type {file_type}: it has {', '.join(found) or 'none'}"
+        )
+    return chosen
+
+
+def _cached(name: str, wanted: dict[str, Any], error: BaseException, file_type: str | None) -> Path:
     """What an earlier download has left complete.  Raises MissingFileError where it has not."""
     from huggingface_hub import constants, snapshot_download
 
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     try:
-        folder = snapshot_download(name, local_files_only=True, **wanted)
+        if file_type is not None:
+            there = _local_files(name, wanted["revision"])
+            chosen = _chosen(name, there, file_type)
+            wanted["allow_patterns"] = [SPLIT.sub(r"\1-*.gguf", file) for file in chosen]
+        folder = Path(snapshot_download(name, local_files_only=True, **wanted))
+        if file_type is not None:
+            folder /= chosen[0]
     except Exception as missing:
         raise MissingFileError(
             f"{name} is no folder here, the hub cannot be reached ({reason}), and its cache "
@@ -105,7 +152,18 @@ def _cached(name: str, wanted: dict[str, Any], error: BaseException) -> Path:
             f"on where it stopped ({_LINKS}), or copy the model's folder here and name it"
         ) from missing
     logger.warning("the hub cannot be reached (%s): %s is used as it is in the cache", reason, name)
-    return Path(folder)
+    return folder
+
+
+def _local_files(name: str, revision: str | None) -> list[str]:
+    """The files of a repository's snapshot in the cache.  Raises OSError where there is none."""
+    from huggingface_hub import constants
+
+    cached = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    reference = cached / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision or "main"
+    snapshot = cached / "snapshots" / commit
+    return [str(file.relative_to(snapshot)) for file in snapshot.rglob("*") if file.is_file()]
 
 
 def _check(name: str, files: list[Any]) -> None:
@@ -113,8 +171,12 @@ def _check(name: str, files: list[Any]) -> None:
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise CheckpointError(
             f"{name} has no *.safetensors files on the hub: take another repository of this model, "
-            "or download the file that you mean and name that"
+            "or name a GGUF file of it by its type, as in owner/name:Q4_K_M"
         )
+    _check_room(name, files)
+
+
+def _check_room(name: str, files: list[Any]) -> None:
     from huggingface_hub import constants
 
     needed = sum(file.file_size or 0 for file in files if file.will_download)

@@ -42,6 +42,7 @@ class ModelManager:
     changed: Callable[[Service], None]
     templates: Mapping[str, str] = field(default_factory=dict)
     services: dict[str, Service] = field(default_factory=dict)
+    loading: dict[str, float] = field(default_factory=dict)  # the share that has been read, by name
     _leaving: set[str] = field(default_factory=set)
     _moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -79,6 +80,11 @@ class ModelManager:
         return [*self.services.items(), *((name, None) for name in away)]
 
     @property
+    def loadable(self) -> list[str]:
+        """The names of the models that may be loaded and unloaded."""
+        return [] if self.engine is None else list(self.folders)
+
+    @property
     def inside(self) -> int:
         """Answers under way, of all models."""
         return sum(service.limit.inside for service in self.services.values())
@@ -92,13 +98,24 @@ class ModelManager:
         async with self._moving:
             if name in self.services:
                 return self.services[name]
+            self.loading[name] = 0.0
+
+            def progress(done_bytes: int, total_bytes: int) -> None:  # on the engine's thread
+                if name in self.loading:  # else nobody waits for it
+                    self.loading[name] = done_bytes / max(1, total_bytes)
+
             loading = asyncio.to_thread(
-                engine.load_model, self.folders[name], host_memory=host_memory
+                engine.load_model,
+                self.folders[name],
+                host_memory=host_memory,
+                progress=progress,
             )
             try:
                 model = await loading
             except HMTError as error:
                 raise as_api_error(error, "model") from error
+            finally:
+                self.loading.pop(name, None)
             return self.put(name, model)
 
     async def unload(self, name: str, patience_s: float) -> None:

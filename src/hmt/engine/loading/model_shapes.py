@@ -141,6 +141,8 @@ def _format(
         form = gguf_format(_ggml_type(FILE_TYPES[file_type], param, block, layers))
         return form.with_activations(Activations.FLOAT if exact else Activations.INT8_TOKEN)
     tile = _fp8_tile(config)
+    if _has_mxfp4_experts(config) and block.kind is BlockKind.EXPERT and param.role is Role.LINEAR:
+        return Format(Encoding.MXFP4, _MXFP4_GROUP)
     if tile is not None and block.kind is BlockKind.EXPERT and config.get("expert_dtype") == "fp4":
         return Format(Encoding.MXFP4, _MXFP4_GROUP)
     if tile is not None and param.role is Role.LINEAR and block.kind is not BlockKind.HEAD:
@@ -180,6 +182,11 @@ def _published(config: Mapping[str, Any]) -> Encoding:
     if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"dtype {name!r:.40} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _has_mxfp4_experts(config: Mapping[str, Any]) -> bool:
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def _fp8_tile(config: Mapping[str, Any]) -> tuple[int, int] | None:

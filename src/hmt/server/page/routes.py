@@ -18,7 +18,7 @@ async def engine_state(request: Request, model: str | None = None) -> state.Stat
     model   whose; the first one when left out
     """
     service = service_of(request, model)
-    return await service.watch.see(service, list(manager_of(request).services))
+    return await service.watch.see(service, manager_of(request))
 
 
 def _serve(path: str, document: Document) -> None:

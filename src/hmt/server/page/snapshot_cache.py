@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -33,6 +34,25 @@ class ServedModel(Protocol):
         ...
 
 
+class KnownModels(Protocol):
+    """What is told of a server's models: a `ModelManager` has it."""
+
+    @property
+    def services(self) -> Mapping[str, Any]:
+        """Those that are loaded, by name."""
+        ...
+
+    @property
+    def loadable(self) -> Collection[str]:
+        """The names of those that may be loaded."""
+        ...
+
+    @property
+    def loading(self) -> Mapping[str, float]:
+        """The share that has been read of those that are loaded now."""
+        ...
+
+
 class SnapshotCache:
     """The last looks at one model, shared by all who ask; for one event loop."""
 
@@ -43,8 +63,8 @@ class SnapshotCache:
         self._snapshots: deque[EngineSnapshot] = deque()
         self._limit: tuple[Bottleneck, EngineSnapshot] | None = None
 
-    async def see(self, service: ServedModel, models: list[str]) -> state.State:
-        """What there is to tell.  `models`: the names of those that are loaded.
+    async def see(self, service: ServedModel, models: KnownModels) -> state.State:
+        """What there is to tell.
 
         The engine's part is as of a moment ago, or, while a step takes long, of the last time.
         """
@@ -62,7 +82,9 @@ class SnapshotCache:
             ),
             state.Requests(load.running, load.waiting, limit.inside, limit.running, limit.waiting),
             self._engine() if self._snapshots else None,
-            models,
+            list(models.services),
+            [name for name in models.loadable if name not in models.services],
+            dict(models.loading),
         )
 
     async def _read(self) -> None:

@@ -175,10 +175,14 @@ class State:
     """All of it.
 
     engine   null until the first look, which waits for the step that runs
-    models   the names of those that are loaded, this one included
+    models     the names of those that are loaded, this one included
+    loadable   the names of those that the server would load
+    loading    of each that it loads now: the share of its weights that has been read, 0..1
     """
 
     model: Model
     requests: Requests
     engine: Engine | None
     models: list[str]
+    loadable: list[str]
+    loading: dict[str, float]

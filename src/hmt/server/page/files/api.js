@@ -57,6 +57,15 @@ export async function state(model) {
   return response.json();
 }
 
+/** Have the server load one of its models; resolves once it can be asked. */
+export async function load(model) {
+  await ask("v1/models/load", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ model }),
+  });
+}
+
 /** Events of a streamed chat, as OpenAI has them.  Aborting `signal` ends the answer. */
 export async function* chat(body, signal) {
   const response = await ask("v1/chat/completions", {

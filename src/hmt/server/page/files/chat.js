@@ -1,14 +1,16 @@
-// The conversation: kept in this page only, sent whole with each question.
+// The conversation that is open: shown, gone on with, branched, and sent whole with each question.
 
+import { Answer } from "./answer.js";
 import { chat as answers, Problem } from "./api.js";
+import { dropAttached, hasAttached, startAttachments, takeAttached } from "./attachments.js";
+import { addMessage, asRequest, newConversation, showBranch, shownPath, versions } from "./conversation.js";
 import { byId, make, say } from "./dom.js";
-import { dropImages, hasImages, partsOf, shownImages, startImages, takeImages } from "./images.js";
-import { Rendered } from "./markdown.js";
-import { counted, seconds, speed } from "./units.js";
+import { addressed, keep } from "./keeping.js";
+import { settings, showSettings, startSettings } from "./settings.js";
+import { editor, resultForm, showAnswer, showQuestion, showResults, toolsOf } from "./turns.js";
+import { counted } from "./units.js";
 
-const REDRAWN_MS = 60; // apart, while an answer comes
 const NEAR_END_PX = 80;
-const FEWEST_TIMED = 8; // tokens; a few that come together have no speed
 
 const log = byId("log");
 const prompt = byId("prompt");
@@ -16,9 +18,9 @@ const send = byId("send");
 const stop = byId("stop");
 
 let model = null; // its name; null: the server's own
-let turns = []; // {role, content}, as the server wants them
+let open = newConversation();
 let answering = null; // AbortController of the answer that comes
-let sending = false; // images of the next message are being read
+let sending = false; // files of the next message are being read
 let needsKey = async () => false;
 
 /** Call once.  `askForKey` resolves to whether there is a new key. */
@@ -39,12 +41,12 @@ export function startChat(askForKey) {
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && answering && !document.querySelector("dialog[open]")) answering.abort();
   });
-  byId("anew").addEventListener("click", beginAnew);
+  byId("anew").addEventListener("click", () => beginAnew());
   for (const idea of byId("ideas").querySelectorAll("button")) {
     idea.addEventListener("click", () => submit(idea.textContent));
   }
   startSettings();
-  startImages();
+  startAttachments();
   fitPrompt();
 }
 
@@ -52,18 +54,33 @@ export function useModel(name) {
   model = name;
 }
 
-function startSettings() {
-  const button = byId("settings-button");
-  const settings = byId("settings");
-  button.addEventListener("click", () => {
-    settings.hidden = !settings.hidden;
-    button.setAttribute("aria-expanded", String(!settings.hidden));
-    if (!settings.hidden) byId("system").focus();
-  });
-  const temperature = byId("temperature");
-  const show = () => say(byId("temperature-value"), Number(temperature.value).toFixed(1));
-  temperature.addEventListener("input", show);
-  show();
+/** The conversation that is open. */
+export function opened() {
+  return open;
+}
+
+/** An empty conversation in the place of the open one. */
+export function beginAnew() {
+  show(newConversation());
+  say(byId("said"), "New chat");
+  prompt.focus();
+}
+
+/** Open a conversation that was kept. */
+export function openConversation(conversation) {
+  show(conversation);
+  showSettings(conversation);
+  say(byId("said"), `Chat opened: ${conversation.title}`);
+  prompt.focus();
+}
+
+function show(conversation) {
+  answering?.abort();
+  open = conversation;
+  addressed(open.messages.length ? open.id : "");
+  dropAttached();
+  redraw();
+  log.scrollTop = log.scrollHeight;
 }
 
 function fitPrompt() {
@@ -71,42 +88,108 @@ function fitPrompt() {
   prompt.style.height = `${prompt.scrollHeight}px`;
 }
 
-function beginAnew() {
-  answering?.abort();
-  turns = [];
-  dropImages();
+/** Show the open conversation from its data.  Who listens is not read all of it again. */
+function redraw() {
+  log.setAttribute("aria-live", "off");
   for (const turn of log.querySelectorAll(".turn")) turn.remove();
-  byId("greeting").hidden = false;
-  byId("anew").hidden = true;
-  say(byId("said"), "New chat");
-  prompt.focus();
+  const path = shownPath(open);
+  byId("greeting").hidden = path.length > 0;
+  byId("anew").hidden = !path.length;
+  for (const message of path) log.append(turnOf(message));
+  const last = path.at(-1);
+  if (last?.role === "assistant") offerResults(log.lastElementChild, last);
+  else if (last) offerAnswer(log.lastElementChild, "There is no answer yet.", "Answer");
+  setTimeout(() => log.removeAttribute("aria-live"), 0);
+}
+
+const SHOWN = { user: showQuestion, assistant: showAnswer, tool: showResults };
+
+function turnOf(message) {
+  const turn = SHOWN[message.role](message, model);
+  if (message.role !== "tool") addTools(turn, message);
+  return turn;
+}
+
+function addTools(turn, message) {
+  const all = versions(open, message);
+  turn.dataset.id = message.id;
+  turn.append(
+    toolsOf(message, all.length, all.indexOf(message), {
+      edit: () => edit(turn, message),
+      again: () => answerAgain(message),
+      show: (at) => {
+        if (answering) return;
+        const back = document.activeElement?.getAttribute("aria-label");
+        showBranch(open, all[at]);
+        keep(open);
+        redraw();
+        focusTool(all[at], back);
+        say(byId("said"), `Version ${at + 1} of ${all.length}`);
+      },
+    }),
+  );
+}
+
+/** The button with this label below a message, or another one there where that cannot be pressed. */
+function focusTool(message, label) {
+  const turn = log.querySelector(`[data-id="${message.id}"]`);
+  const all = [...turn.querySelectorAll(".acts button:enabled")];
+  (all.find((one) => one.getAttribute("aria-label") === label) ?? all.at(-1)).focus();
+  turn.scrollIntoView({ block: "nearest" });
+}
+
+/** Write another version of a question, which begins a branch. */
+function edit(turn, message) {
+  if (answering || turn.classList.contains("edited")) return;
+  const said = turn.querySelector(".said");
+  const acts = turn.querySelector(".acts");
+  const { form, field } = editor(message.text, (text) => {
+    form.remove();
+    turn.classList.remove("edited");
+    said.hidden = acts.hidden = false;
+    const changed = text !== null && text !== message.text && (text || message.images.length || message.files.length);
+    if (!changed || answering) {
+      acts.querySelector("[data-act=Edit]").focus();
+      return;
+    }
+    open.leaf = message.parent;
+    addMessage(open, message.parent, { role: "user", text, images: message.images, files: message.files });
+    redraw();
+    answer();
+  });
+  said.hidden = acts.hidden = true;
+  turn.classList.add("edited");
+  turn.append(form);
+  field.focus();
+}
+
+function answerAgain(message) {
+  if (answering) return;
+  open.leaf = message.parent;
+  redraw();
+  answer();
 }
 
 async function submit(text) {
   const question = text.trim();
-  if (!(question || hasImages()) || answering || sending) return;
+  if (!(question || hasAttached()) || answering || sending) return;
   sending = true;
-  const images = await takeImages();
-  const shown = shownImages(images);
-  await Promise.allSettled(shown.map((image) => image.decode())); // before that it has no height
+  const into = open;
+  const attached = await takeAttached();
   sending = false;
+  if (into !== open) return;
   prompt.value = "";
   fitPrompt();
   byId("greeting").hidden = true;
   byId("anew").hidden = false;
-  const said = question ? [{ type: "text", text: question }] : [];
-  const content = images.length ? [...partsOf(images), ...said] : question;
-  turns.push({ role: "user", content });
-  const words = question ? [make("p", {}, question)] : [];
-  add("user", "You").append(...shown, ...words);
+  for (const offer of log.querySelectorAll(".results, .failed button")) offer.remove();
+  const message = addMessage(open, open.leaf, { role: "user", text: question, ...attached });
+  const turn = turnOf(message);
+  log.append(turn);
+  // Before they are decoded they have no height.
+  await Promise.allSettled([...turn.querySelectorAll("img")].map((image) => image.decode()));
   follow(true);
   await answer();
-}
-
-function add(role, who) {
-  const turn = make("article", { class: `turn ${role}` }, make("h3", { class: "unseen" }, who));
-  log.append(turn);
-  return turn;
 }
 
 /** Scroll to the end, if that is where the reader is. */
@@ -116,41 +199,51 @@ function follow(always = false) {
   }
 }
 
-/** Ask for an answer to all turns, and show it. */
+/** Ask for an answer to what is shown, and show it. */
 async function answer() {
+  log.querySelector(".failed.waits")?.remove();
   const own = new AbortController();
-  const asked = turns;
-  const shown = new Answer(add("assistant", "Answer"));
+  const asked = open;
+  const parent = open.leaf;
+  Object.assign(asked, settings.ofConversation());
+  keep(asked);
+  addressed(asked.id);
+  const shown = new Answer(model, follow);
+  log.append(shown.turn);
+  follow(true);
   begin(own);
   try {
     for await (const event of answers(body(), own.signal)) shown.take(event);
     shown.finish();
-    say(byId("said"), `Answer of ${counted(shown.tokens, "token")} complete`);
+    say(byId("said"), `Answer of ${counted(shown.told.tokens, "token")} complete`);
   } catch (error) {
-    if (own.signal.aborted) {
-      shown.finish("stopped");
-      say(byId("said"), "Stopped");
-    } else {
+    if (!own.signal.aborted) {
       const problem = error instanceof Problem ? error : new Problem("Something went wrong in this page.");
       if (problem !== error) console.error(error);
       end(own);
-      await fail(shown, problem, asked);
+      await fail(shown, problem);
       return;
     }
+    shown.finish("stopped");
+    say(byId("said"), "Stopped");
   }
-  // After "New chat" the answer belongs to no conversation.
-  if (turns === asked && shown.text) turns.push({ role: "assistant", content: shown.text });
+  if (!shown.isEmpty) {
+    const message = addMessage(asked, parent, shown.message);
+    keep(asked, open !== asked);
+    if (open === asked) {
+      addTools(shown.turn, message);
+      offerResults(shown.turn, message);
+      follow();
+    }
+  }
   end(own);
 }
 
 function body() {
-  const system = byId("system").value.trim();
-  const longest = Number.parseInt(byId("longest").value, 10);
   return {
     ...(model === null ? {} : { model }),
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...turns],
-    temperature: Number(byId("temperature").value),
-    ...(longest > 0 ? { max_tokens: longest } : {}),
+    ...settings.ofRequest(),
+    messages: [...settings.messages(), ...asRequest(shownPath(open))],
   };
 }
 
@@ -174,90 +267,35 @@ function end(own) {
 }
 
 /** Say what went wrong, below whatever had come, and offer to ask again. */
-async function fail(shown, problem, asked) {
+async function fail(shown, problem) {
   shown.finish("failed");
-  const again = make("button", { type: "button", class: "plain" }, "Try again");
-  shown.turn.append(make("div", { class: "failed", role: "alert" }, make("p", {}, problem.message), again));
-  again.addEventListener("click", () => retry(shown, asked));
+  const again = offerAnswer(shown.turn, problem.message, "Try again", true);
   follow();
-  if (problem.status === 401 && (await needsKey())) retry(shown, asked);
+  if (problem.status === 401 && (await needsKey())) again();
 }
 
-function retry(shown, asked) {
-  if (answering || turns !== asked || !shown.turn.isConnected) return;
-  shown.turn.remove();
-  answer();
+/** A sentence at the end of a turn, and a button to ask for an answer.  Returns what it does. */
+function offerAnswer(turn, text, label, failed = false) {
+  const button = make("button", { type: "button", class: "plain" }, label);
+  const box = make("div", { class: failed ? "failed" : "failed waits", role: failed ? "alert" : null }, make("p", {}, text), button);
+  const act = () => {
+    if (answering || !turn.isConnected) return;
+    if (failed) turn.remove();
+    answer();
+  };
+  button.addEventListener("click", act);
+  turn.append(box);
+  return act;
 }
 
-/** One answer as it comes. */
-class Answer {
-  constructor(turn) {
-    this.turn = turn;
-    this.text = "";
-    this.reasoning = "";
-    this.tokens = 0;
-    this.reason = null;
-    this.began = performance.now();
-    this.first = null;
-    this.drawn = 0;
-    this.timer = null;
-    this.words = make("div", { class: "words coming" });
-    this.rendered = new Rendered(this.words);
-    turn.append(this.words);
-  }
-
-  take(event) {
-    if (event.usage) this.tokens = event.usage.completion_tokens;
-    for (const { delta, finish_reason: reason } of event.choices ?? []) {
-      if (reason) this.reason = reason;
-      if (delta?.reasoning_content) this.think(delta.reasoning_content);
-      if (delta?.content) this.text += delta.content;
-      if (delta?.content || delta?.reasoning_content) this.first ??= performance.now();
-    }
-    if (this.timer === null) {
-      const wait = Math.max(0, this.drawn + REDRAWN_MS - performance.now());
-      this.timer = setTimeout(() => this.draw(), wait);
-    }
-  }
-
-  think(text) {
-    if (!this.thoughts) {
-      this.thought = make("div", { class: "words" });
-      this.renderedThought = new Rendered(this.thought);
-      this.summary = make("summary", {}, "Thinking…");
-      this.thoughts = make("details", { class: "reasoning" }, this.summary, this.thought);
-      this.words.before(this.thoughts);
-    }
-    this.reasoning += text;
-  }
-
-  draw() {
-    this.timer = null;
-    this.drawn = performance.now();
-    if (this.thoughts) this.renderedThought.show(this.reasoning);
-    if (this.thoughts && this.text) say(this.summary, "Thoughts");
-    this.rendered.show(this.text);
-    follow();
-  }
-
-  finish(how = null) {
-    clearTimeout(this.timer);
-    this.draw();
-    if (this.thoughts) say(this.summary, "Thoughts");
-    this.words.classList.remove("coming");
-    if (!this.text && how !== "failed") {
-      this.words.append(make("p", { class: "quiet" }, how === "stopped" ? "No answer." : "The answer is empty."));
-    }
-    const told = [];
-    if (how === "stopped") told.push("stopped");
-    if (this.reason === "length") told.push("ended at its longest length");
-    if (this.tokens) told.push(counted(this.tokens, "token"));
-    if (this.tokens >= FEWEST_TIMED && this.first !== null) {
-      const took = (performance.now() - this.first) / 1000;
-      if (took > 0) told.push(`${speed((this.tokens - 1) / took)} tokens/s`);
-    }
-    if (this.first !== null) told.push(`first after ${seconds((this.first - this.began) / 1000)}`);
-    if (told.length) this.turn.append(make("p", { class: "told" }, told.join(" · ")));
-    follow();
-  }
+/** Where an answer calls tools: fields for what they gave. */
+function offerResults(turn, message) {
+  if (!message.calls.length) return;
+  const form = resultForm(message.calls, (results) => {
+    if (answering || open.leaf !== message.id) return;
+    form.remove();
+    log.append(turnOf(addMessage(open, message.id, { role: "tool", results })));
+    answer();
+  });
+  turn.append(form);
 }

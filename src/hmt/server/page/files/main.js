@@ -1,11 +1,12 @@
 // The page: theme, views, the key, and a look at the machine every second.
 
-import { Problem, state, storedKey, storeKey } from "./api.js";
+import { load, Problem, state, storedKey, storeKey } from "./api.js";
+import { allowImages } from "./attachments.js";
 import { startChat, useModel } from "./chat.js";
+import { startChats } from "./chats.js";
 import { byId, make, say } from "./dom.js";
-import { allowImages } from "./images.js";
 import { forgetTrends, showMachine, startMachine } from "./machine.js";
-import { bytes, counted } from "./units.js";
+import { bytes, counted, percent } from "./units.js";
 
 const APART_MS = 1000;
 const APART_AFTER_FAILURE_MS = 4000;
@@ -94,10 +95,30 @@ function wrongKey() {
 }
 
 let chosen = null; // the model that was asked for, where there are several; null: the first one
+let comes = ""; // the model that is loaded now, as somebody chose it here
+let refusal = ""; // why that failed
 
 function startModels() {
-  byId("model-choice").addEventListener("change", (event) => {
-    chosen = event.target.value;
+  byId("model-choice").addEventListener("change", async (event) => {
+    const name = event.target.value;
+    refusal = "";
+    if (event.target.selectedOptions[0].dataset.away) {
+      comes = name;
+      lookNow();
+      try {
+        await load(name);
+      } catch (error) {
+        refusal = `${name} is not loaded: ${error.message}`;
+      }
+      if (comes !== name) return; // another one was chosen meanwhile
+      comes = "";
+      if (refusal) {
+        lookNow();
+        return;
+      }
+    }
+    comes = "";
+    chosen = name;
     useModel(chosen);
     forgetTrends();
     lookNow();
@@ -105,15 +126,30 @@ function startModels() {
 }
 
 /** One model has its name in the header; of several one is chosen there. */
-function showModels(names, shown) {
+function showModels({ models, loadable, loading, model }) {
   const choice = byId("model-choice");
-  const several = names.length > 1;
+  const several = models.length + loadable.length > 1;
   byId("model-name").hidden = several;
   byId("model-choice-label").hidden = choice.hidden = !several;
-  if ([...choice.options].map((one) => one.value).join("\n") !== names.join("\n")) {
-    choice.replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+  const options = [
+    ...models.map((name) => [name, name, false]),
+    ...loadable.map((name) => [name, `${name} (not loaded)`, true]),
+  ];
+  const shown = JSON.stringify(options);
+  if (choice.dataset.shown !== shown) {
+    choice.dataset.shown = shown;
+    choice.replaceChildren(
+      ...options.map(([value, text, away]) => make("option", { value, "data-away": away && "yes" }, text)),
+    );
   }
-  choice.value = shown;
+  choice.value = comes || model.name;
+  const [name, share] = Object.entries(loading).find(([one]) => one === comes) ?? Object.entries(loading)[0] ?? [comes, 0];
+  const bar = byId("loading");
+  bar.hidden = !name;
+  if (name) {
+    byId("loading-share").value = share;
+    say(byId("loading-text"), `Loading ${name}: ${percent(share)}`);
+  }
 }
 
 let timer = null;
@@ -137,8 +173,9 @@ async function look() {
       wait = 0; // another one was chosen meanwhile
       return;
     }
-    byId("problem").hidden = true;
-    showModels(seen.models, seen.model.name);
+    if (refusal) showProblem(refusal);
+    else byId("problem").hidden = true;
+    showModels(seen);
     showModel(seen.model);
     showMachine(seen);
   } catch (error) {
@@ -191,6 +228,11 @@ startModels();
 startKey();
 startMachine();
 startChat(askForChat);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // the address names the chat that is open
+  byId("prompt").focus();
+});
+startChats();
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden && !declined) lookNow();
 });

@@ -1,7 +1,9 @@
 // A little Markdown: enough for what models write.  All text stays text, so nothing needs escaping:
 // elements are made one by one, and links lead to http and https only.
 
+import { copyButton } from "./clipboard.js";
 import { make } from "./dom.js";
+import { math } from "./math.js";
 
 const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)\s*$/;
 const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
@@ -9,6 +11,7 @@ const RULE = /^\s*([-*_])(\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^\s*>\s?(.*)$/;
 const ROW = /^\s*\|.*\|\s*$/;
+const FORMULA = /^\s*(\$\$|\\\[)/; // begins one of its own lines
 const FARTHEST = 2000; // characters between two marks that belong together
 const RULED = /^\s*\|(\s*:?-+:?\s*\|)+\s*$/;
 
@@ -64,6 +67,11 @@ function extent(lines, at) {
     while (end < lines.length && !closes(lines[end], fence[1])) end += 1;
     return ["code", Math.min(end + 1, lines.length)];
   }
+  const formula = FORMULA.exec(lines[at]);
+  if (formula) {
+    const end = formulaEnd(lines, at, formula[1]);
+    if (end) return ["formula", end];
+  }
   if (HEADING.test(lines[at])) return ["heading", at + 1];
   if (RULE.test(lines[at])) return ["rule", at + 1];
   if (ROW.test(lines[at]) && RULED.test(lines[at + 1] ?? "")) return ["table", run(lines, at, ROW)];
@@ -77,6 +85,16 @@ function extent(lines, at) {
 function closes(line, fence) {
   const text = line.trim();
   return text.length >= fence.length && text === fence[0].repeat(text.length);
+}
+
+/** The line after a formula that ends with a line's end; 0 where it does not. */
+function formulaEnd(lines, at, mark) {
+  const closing = mark === "$$" ? "$$" : "\\]";
+  for (let end = at; end < lines.length && lines[end].trim(); end += 1) {
+    const text = end === at ? lines[at].trim().slice(2) : lines[end].trim();
+    if (text.includes(closing)) return text.endsWith(closing) && text.indexOf(closing) === text.length - 2 ? end + 1 : 0;
+  }
+  return 0;
 }
 
 function run(lines, at, pattern) {
@@ -107,13 +125,17 @@ function isInner(item, outer) {
 }
 
 function begins(line) {
-  return [FENCE, HEADING, RULE, QUOTE, ITEM].some((pattern) => pattern.test(line));
+  return [FENCE, FORMULA, HEADING, RULE, QUOTE, ITEM].some((pattern) => pattern.test(line));
 }
 
 function render({ kind, lines }) {
   switch (kind) {
     case "code":
       return code(lines);
+    case "formula": {
+      const text = lines.join("\n").trim();
+      return make("div", { class: "formula", tabindex: 0, role: "region", "aria-label": "Formula" }, formula(text, 2, true));
+    }
     case "heading": {
       const [, marks, text] = HEADING.exec(lines[0]);
       return make(`h${Math.min(6, marks.length + 3)}`, {}, ...inline(text));
@@ -146,7 +168,8 @@ function code(lines) {
   const closed = lines.length > 1 && closes(lines.at(-1), fence);
   const text = lines.slice(1, closed ? -1 : undefined).join("\n");
   const label = language ? `Code, ${language}` : "Code";
-  return make("pre", { tabindex: 0, role: "region", "aria-label": label }, make("code", {}, text));
+  const shown = make("pre", { tabindex: 0, role: "region", "aria-label": label }, make("code", {}, text));
+  return closed ? make("div", { class: "code" }, copyButton("Copy code", () => text), shown) : shown;
 }
 
 function list(lines) {
@@ -183,9 +206,23 @@ function table(lines) {
   return make("div", { class: "wide-table", tabindex: 0, role: "region", "aria-label": "Table" }, made);
 }
 
+/** What stands between two marks of `mark` characters, as a formula; as it was written else. */
+function formula(text, mark, isBlock) {
+  return math(text.slice(mark, -mark), isBlock) ?? make("code", {}, text);
+}
+
+/** "$5 and 10$" has a word, which no formula has outside of a command. */
+function isMoney(text) {
+  return /\s/.test(text) && /[a-z]{3}/i.test(text.replace(/\\(?:text|operatorname|math)\w*\s*\{[^}]*\}|\\[a-z]+/gi, ""));
+}
+
 // Earlier ones first: code hides what is in it.
 const INLINE = [
   [/^(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)/, (found) => make("code", {}, found[2])],
+  [/^\$\$(?=\S)([^$]+)\$\$/, (found) => formula(found[0], 2, true)],
+  [/^\$(?=[^\s$])((?:\\.|[^$\n\\])*?)(?<!\s)\$(?!\d)/, (found) => (isMoney(found[1]) ? null : formula(found[0], 1, false))],
+  [/^\\\((?:[^\\]|\\[^()])+\\\)/, (found) => formula(found[0], 2, false)],
+  [/^\\\[(?:[^\\]|\\[^[\]])+\\\]/, (found) => formula(found[0], 2, true)],
   [/^\*\*(?=\S)([\s\S]*?\S)\*\*/, (found) => make("strong", {}, ...inline(found[1]))],
   [/^__(?=\S)([\s\S]*?\S)__(?!\w)/, (found) => make("strong", {}, ...inline(found[1]))],
   [/^\*(?=[^\s*])([\s\S]*?[^\s*])\*(?!\*)/, (found) => make("em", {}, ...inline(found[1]))],
@@ -204,12 +241,12 @@ function inline(text) {
   const parts = [];
   let plain = "";
   for (let at = 0; at < text.length; ) {
-    if (text[at] === "\\" && /[\\`*_~[\]()#+\-.!|>]/.test(text[at + 1] ?? "")) {
+    const found = special(text, at);
+    if (!found && text[at] === "\\" && /[\\`*_~[\]()#+\-.!|>$]/.test(text[at + 1] ?? "")) {
       plain += text[at + 1];
       at += 2;
       continue;
     }
-    const found = special(text, at);
     if (!found) {
       plain += text[at];
       at += 1;
@@ -225,12 +262,13 @@ function inline(text) {
 }
 
 function special(text, at) {
-  if (!"`*_~[h".includes(text[at])) return null;
+  if (!"`*_~[h$\\".includes(text[at])) return null;
   if ("_h".includes(text[at]) && /\w/.test(text[at - 1] ?? "")) return null; // inside_a_word
   const rest = text.slice(at, at + FARTHEST);
   for (const [pattern, element] of INLINE) {
     const found = pattern.exec(rest);
-    if (found) return { element: element(found), length: found[0].length };
+    const made = found && element(found);
+    if (made) return { element: made, length: found[0].length };
   }
   return null;
 }
