@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,24 @@ def _no_warming_up() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_core, "is_slow_at_first", lambda where: False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> Iterator[Any]:
+    from forked_processes import ForkServer
+
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def quick_processes(_fork_server: Any) -> Iterator[None]:
+    """Python processes of a module's tests need not import HMT (forked_processes.py)."""
+    from forked_processes import processes_forked_by
+
+    with processes_forked_by(_fork_server):
         yield
 
 
