@@ -123,8 +123,11 @@ def _requests(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         if not between:
             if os.fork():
                 os._exit(0)  # the other one's parent is now who asked
+            end = time.monotonic() + 60
             while os.getppid() != request["parent"]:
                 time.sleep(0.0005)
+                if time.monotonic() > end:
+                    os._exit(1)  # it has ended
             connection.sendall(os.getpid().to_bytes(8, "little"))
             connection.close()
             return request, streams
