@@ -6,9 +6,10 @@ to be said before anything imports triton, and transformers does.
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,35 @@ def _no_warming_up() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_core, "is_slow_at_first", lambda where: False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def _fork_server() -> Iterator[Callable[[], Any]]:
+    """Gives the process that forks, which it starts when it is first asked for."""
+    from forked_processes import ForkServer
+
+    servers: list[ForkServer] = []
+
+    def started() -> ForkServer:
+        if not servers:
+            servers.append(ForkServer())
+        return servers[0]
+
+    yield started
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def quick_processes(_fork_server: Callable[[], Any]) -> Iterator[None]:
+    """Python processes of a module's tests need not import HMT (forked_processes.py)."""
+    if torch.cuda.is_available():  # CUDA does not survive a fork
+        yield
+        return
+    from forked_processes import processes_forked_by
+
+    with processes_forked_by(_fork_server()):
         yield
 
 

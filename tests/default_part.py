@@ -9,15 +9,23 @@ A run covers every behaviour once; what repeats the same path with other paramet
 
 No test function is left as a whole: each runs with some of its parameters.  Tests that are named
 (`file::test`) or failed last (`--lf`) run always.
+
+Of random examples CI has a third, hypothesis's and those that a test draws itself (`rounds`): there
+they follow from the tests alone, and the others would be the same in each run.  With `--whole` it
+has all; elsewhere hypothesis draws new ones each time, and all are tried.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 _LEFT = pytest.StashKey[int]()
+_few = False  # whether random examples are a third
+_THIRDS: dict[int, settings] = {}  # which this made: a function has one for all its parameters
 
 
 def after_first(cases: Iterable[Any], count: int = 1) -> list[Any]:
@@ -26,6 +34,11 @@ def after_first(cases: Iterable[Any], count: int = 1) -> list[Any]:
         case if place < count else pytest.param(case, marks=pytest.mark.whole)
         for place, case in enumerate(cases)
     ]
+
+
+def rounds(count: int) -> int:
+    """How many of `count` random examples a test tries: a third of them in CI."""
+    return max(count // 3, min(count, 5)) if _few else count
 
 
 def first_of_each(cases: Iterable[Any]) -> list[Any]:
@@ -42,6 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="run what repeats with other parameters")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    global _few
+    _few = os.environ.get("CI") == "true" and not config.option.whole
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave tests marked `whole`, unless they are asked for, by their own names or `--whole`."""
@@ -56,6 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if not runs:
                 raise pytest.UsageError(f"{name} is never run without --whole: mark parameters")
             left.update(set(cases) - set(runs))
+    for item in items if _few else ():
+        _try_a_third(item)
     config.stash[_LEFT] = len(left)
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
@@ -78,6 +98,24 @@ def _default_part(cases: list[pytest.Item]) -> list[pytest.Item]:
         chosen.append(best)
         missing -= values[best]
     return chosen
+
+
+def _try_a_third(item: pytest.Item) -> None:
+    """Of hypothesis's examples, where `item` is a property or a state machine."""
+    function: Any = getattr(item, "obj", None)
+    function = getattr(function, "__func__", function)
+    if getattr(function, "is_hypothesis_test", False):
+        # The test case of a state machine has settings of its own, which are public.
+        _set_third(function, "_hypothesis_internal_use_settings")
+        _set_third(getattr(item, "cls", None), "settings")
+
+
+def _set_third(owner: Any, name: str) -> None:
+    before = getattr(owner, name, None)
+    if isinstance(before, settings) and id(before) not in _THIRDS:
+        third = settings(before, max_examples=rounds(before.max_examples))
+        _THIRDS[id(third)] = third
+        setattr(owner, name, third)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -13,6 +13,8 @@ from hmt.bench.load import Matrix
 from hmt.bench.load.matrix import _with_room
 from hmt.bench.load.own_server import own_server
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 
 def test_a_server_of_our_own_has_room_for_all_users():
     matrix = Matrix((128,), (64,), (1, 8))

@@ -2,6 +2,10 @@
 
 import json
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 
 def test_a_prompt_that_comes_again_is_read(bench, tmp_path):
     file = tmp_path / "prefix.json"

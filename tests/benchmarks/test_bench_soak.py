@@ -6,6 +6,8 @@ import pytest
 
 from hmt_bench.soak.idle_check import IdleState, judge_growth
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 
 def test_a_short_soak(bench, tmp_path):
     file = tmp_path / "soak.json"

@@ -24,6 +24,8 @@ from hmt_bench.predictions import (
     table,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 TINY = Shape(2, 64, 128, 4, 2, experts=4, experts_per_token=2)
 
 

@@ -5,6 +5,8 @@ import json
 import psutil
 import pytest
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 
 def test_users_on_a_server_of_our_own(hmt, tmp_path):
     before = psutil.Process().children()

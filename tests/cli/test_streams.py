@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
+pytestmark = pytest.mark.usefixtures("quick_processes")
 
 PLAN = ("plan", "llama-3.1-8b", "--machine", "dgx-h100")
 ANSWER = ("run", "Say hello.", "--max-new-tokens", "3")
@@ -15,12 +18,16 @@ COMMANDS = {
 }
 
 
-def started(*words: str, shell: str = "", unbuffered: bool = False) -> subprocess.Popen[str]:
-    """`hmt` with `words`, behind what a shell does to its streams."""
+def started(
+    *words: str, shell: str = "", stdout: Any = subprocess.PIPE, unbuffered: bool = False
+) -> subprocess.Popen[str]:
+    """`hmt` with `words`, behind what a shell does to its streams, if anything."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""}
-    command = ["sh", "-c", f'exec "$@" {shell}', "sh", sys.executable, "-m", "hmt", *words]
+    command = [sys.executable, "-m", "hmt", *words]
+    if shell:
+        command = ["sh", "-c", f'exec "$@" {shell}', "sh", *command]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=pipe, text=True)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +35,8 @@ def started(*words: str, shell: str = "", unbuffered: bool = False) -> subproces
     [("version", False), ("run", False), pytest.param("run", True, marks=pytest.mark.whole)],
 )
 def test_an_output_that_is_full_is_one_line_and_a_failure(name, unbuffered):
-    process = started(*COMMANDS[name], shell=">/dev/full", unbuffered=unbuffered)
+    with open("/dev/full", "w") as full:
+        process = started(*COMMANDS[name], stdout=full, unbuffered=unbuffered)
     _, told = process.communicate()
     assert process.returncode == 1
     (line,) = [line for line in told.splitlines() if "error" in line.lower()]
@@ -70,12 +78,13 @@ def test_a_chat_without_input_ends():
 def test_letters_that_the_locale_has_not_are_written_by_number(tmp_path, monkeypatch):
     for name, value in (("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0"), ("LC_ALL", "C")):
         monkeypatch.setenv(name, value)
-    process = started("plan", "--plot")
+    process = started("plan", "--plot", shell="2>&2")  # Python begins anew, with this locale
     shown, told = process.communicate()
     assert process.returncode == 0 and not told and shown.isascii()
 
 
 def test_an_error_is_told_even_where_the_output_is_full():
-    process = started("plan", "no-such-model", shell=">/dev/full")
+    with open("/dev/full", "w") as full:
+        process = started("plan", "no-such-model", stdout=full)
     _, told = process.communicate()
     assert process.returncode == 1 and told.startswith("error: 'no-such-model' is neither")

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import gguf
+import pytest
 from gguf_files import ModelFile, bytes_vocabulary
 from reference import MINI_DENSE
 from safetensors.torch import load_file
@@ -19,6 +20,8 @@ from transformers import AutoConfig
 from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert
 from hmt.memory import READERS
+
+pytestmark = pytest.mark.usefixtures("quick_processes")
 
 WORK = """
 import pathlib, sys, threading

@@ -20,7 +20,7 @@ from hmt.engine import EngineConfig, LoadedModel, prepare
 from hmt.engine.outputs.sampler import SamplerState
 from hmt.planner import PlanOptions, smallest_budget
 
-pytestmark = pytest.mark.each_once
+pytestmark = [pytest.mark.each_once, pytest.mark.usefixtures("quick_processes")]
 
 CHAT = [{"role": "user", "content": "What is 12 + 30?"}]
 
@@ -142,17 +142,28 @@ def test_a_failed_load_leaves_neither_threads_nor_memory(tmp_path: Path) -> None
         assert engine.load_model(MINI_DENSE).infer(hmt.Request(CHAT, 8)).text == "42"
 
 
+SPILLED: dict[str, Any] = {
+    "quantization": "w4a8", "context": 512, "max_prefill_tokens": 16, "max_batch": 1
+}  # fmt: skip
+SPILLED_REQUEST = hmt.Request(CHAT * 12, 8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def unspilled() -> tuple[int, ...]:
+    """The answer of weights that all stay in memory."""
+    with hmt.Engine(host_memory="64MiB", **SPILLED) as engine:
+        return engine.load_model(MINI_DENSE).infer(SPILLED_REQUEST).token_ids
+
+
 @pytest.mark.parametrize("reader", ["io_uring", "direct", "buffered", "mmap"])
-def test_spilled_weights_come_back_whichever_way_they_are_read(tmp_path: Path, reader: str) -> None:
-    options = {"quantization": "w4a8", "context": 512, "max_prefill_tokens": 16}
-    texts = []
-    for budget in ("64MiB", "3.6MiB"):
-        with hmt.Engine(
-            host_memory=budget, disk_reader=reader, spill_dir=tmp_path, max_batch=1, **options
-        ) as engine:
-            model = engine.load_model(MINI_DENSE)
-            texts.append(model.infer(hmt.Request(CHAT * 12, 8, ignore_eos=True)).token_ids)
-    assert texts[0] == texts[1]
+def test_spilled_weights_come_back_whichever_way_they_are_read(
+    tmp_path: Path, reader: str, unspilled: tuple[int, ...]
+) -> None:
+    with hmt.Engine(
+        host_memory="3.6MiB", disk_reader=reader, spill_dir=tmp_path, **SPILLED
+    ) as engine:
+        model = engine.load_model(MINI_DENSE)
+        assert model.infer(SPILLED_REQUEST).token_ids == unspilled
     assert not list(tmp_path.iterdir()), "the spill file has no name"
 
 

@@ -13,6 +13,8 @@ from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert, verify
 from hmt.profiling.random_model import Shape, write_random_model
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 # Weights of 4 bits take four times as long, most of it to find their scales.
 CONFIG = EngineConfig.resolve(quantization="w8a8")
 # Converts, and prints a line for everything that is done; at the end its peak of memory.

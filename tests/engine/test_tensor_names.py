@@ -91,6 +91,7 @@ def bare(tensors: Tensors) -> Tensors:
     return {name.partition(".")[2]: tensor for name, tensor in short.items()}
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_names_of_wrappers_are_seen_through(kind: str, tied: bool, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from default_part import rounds
 
 from hmt.base.errors import CheckpointError, HeaderError, MissingFileError, UnknownArchitectureError
 from hmt.formats import open_checkpoint
@@ -229,16 +230,16 @@ def test_layers_that_a_file_only_speaks_of_take_no_time(tmp_path: Path) -> None:
     assert len(checkpoint.records) == 4
 
 
-def test_20000_mutations_are_read_or_refused(tmp_path: Path) -> None:
+def test_mutations_are_read_or_refused(tmp_path: Path) -> None:
     """Bytes flipped, cut off, repeated and inserted: each is a model or a CheckpointError."""
     path = write(tmp_path / "m.gguf")
     original = path.read_bytes()
     header = len(original) - sum(r.nbytes for r in read_gguf(path).records.values())
     rng = random.Random(0)
-    refused = 0
+    refused, count = 0, rounds(20_000)
     with path.open("r+b", buffering=0) as file:  # opening it anew takes longer than reading it
-        for number in range(20_000):
-            if number == 19_000:
+        for number in range(count):
+            if number == count * 19 // 20:
                 tracemalloc.start()  # it takes several times as long
             content = mutated(original, header, rng)
             file.seek(0)
@@ -250,7 +251,7 @@ def test_20000_mutations_are_read_or_refused(tmp_path: Path) -> None:
                 refused += 1
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert 10_000 < refused < 20_000
+    assert count / 2 < refused < count
     assert peak < 8 << 20, "more was allocated than a small file can need"
 
 

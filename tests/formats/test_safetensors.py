@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from default_part import rounds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -238,7 +239,7 @@ def mutate(rng: random.Random, raw: bytes) -> bytes:
     return bytes(data)
 
 
-def test_20000_mutations_end_in_an_error_of_ours_or_in_the_right_tensors(tmp_path: Path) -> None:
+def test_mutations_end_in_an_error_of_ours_or_in_the_right_tensors(tmp_path: Path) -> None:
     """What we accept, the package accepts and reads the same; what we refuse costs no memory.
 
     Memory is watched for the first tenth: that makes everything twice as slow.
@@ -252,7 +253,7 @@ def test_20000_mutations_end_in_an_error_of_ours_or_in_the_right_tensors(tmp_pat
     accepted = 0
     tracemalloc.start()
     with file.open("r+b", buffering=0) as out:  # opening it anew takes as long as reading it
-        for number in range(20_000):
+        for number in range(count := rounds(20_000)):
             data = changed[number] if number < len(changed) else mutate(rng, valid)
             out.seek(0)
             out.write(data)
@@ -267,7 +268,7 @@ def test_20000_mutations_end_in_an_error_of_ours_or_in_the_right_tensors(tmp_pat
             if number == 2000:
                 assert tracemalloc.get_traced_memory()[1] < 4 << 20
                 tracemalloc.stop()
-    assert 1000 < accepted < 10_000
+    assert count / 20 < accepted < count / 2
 
 
 def test_what_the_package_accepts_of_changed_numbers_we_accept_too(tmp_path: Path) -> None:

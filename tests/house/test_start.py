@@ -11,3 +11,10 @@ def test_the_engine_starts_without_modelling_code_of_transformers():
     loaded = set(done.stdout.split())
     assert "hmt.engine" in loaded
     assert not loaded & {"transformers.modeling_utils", "torch._dynamo", "torch.distributed.tensor"}
+
+
+def test_help_does_not_wait_for_torch():
+    program = "import sys, hmt.cli.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not {"torch", "transformers", "numpy", "tokenizers"} & set(done.stdout.split())

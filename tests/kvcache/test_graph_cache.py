@@ -213,10 +213,24 @@ class CachedSequences:
             rows[index] = torch.cat((rows[index], torch.cat((key, value), -1)[run.tokens]))
 
 
-@pytest.mark.parametrize("far", [ops.PageEncoding.F32, ops.PageEncoding.INT8])
-@pytest.mark.parametrize(("warm", "cold"), [(160, 0), (0, 12), (30, 10)])
+@pytest.mark.parametrize(
+    ("warm", "cold", "far"),
+    [
+        (160, 0, ops.PageEncoding.F32),
+        (0, 12, ops.PageEncoding.INT8),
+        (30, 10, ops.PageEncoding.F32),
+        *(
+            pytest.param(*one, marks=pytest.mark.whole)
+            for one in (
+                (160, 0, ops.PageEncoding.INT8),
+                (0, 12, ops.PageEncoding.F32),
+                (30, 10, ops.PageEncoding.INT8),
+            )
+        ),
+    ],
+)
 def test_steps_give_what_attention_to_everything_gives(
-    setting: Setting, far: ops.PageEncoding, warm: int, cold: int
+    setting: Setting, warm: int, cold: int, far: ops.PageEncoding
 ) -> None:
     if setting.interpreted and (warm != 160 or far is not ops.PageEncoding.F32):
         pytest.skip("Triton's interpreter takes a minute for each")

@@ -26,6 +26,8 @@ from hmt.kvcache.prefix import PrefixStore, segments, store_buffer_bytes
 from hmt.kvcache.prefix.segments import pages_within, segment_bytes
 from hmt.memory import HostPool, Ledger
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 PAGE_BYTES = 768
 SEGMENT = 4 * PAGE_BYTES  # four pages in a file
 MOST = 1 << 20

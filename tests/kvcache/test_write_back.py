@@ -16,6 +16,8 @@ from hmt.base.errors import DiskReadError
 from hmt.contracts.model import PAGE_TOKENS
 from hmt.kvcache.page_table import PageTier
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 __all__ = ["machine"]  # the fixture
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from default_part import rounds
 from random_configs import cases
 from transformers import CONFIG_MAPPING
 
@@ -89,7 +90,7 @@ def test_changed_configurations_of_our_families() -> None:
         names = [n for n in supported_architectures() if n.lower().replace("_", "") == wanted]
         assert names
         configs.append(case.config.to_dict() | {"architectures": names})
-    check(random.Random(23), configs, 2000)
+    check(random.Random(23), configs, rounds(2000))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -28,6 +28,8 @@ from hmt.engine.scheduling.prefill_budget import to_border
 from hmt.kvcache import SequenceSlots
 from hmt.kvcache.state_checkpoints import StateCheckpoints, checkpoint_interval
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 INTERVAL, CHUNK, NEW = 32, 12, 20
 CONTEXT = 1024
 # Turns of 60 tokens: the distance between checkpoints is scaled like them.

@@ -15,6 +15,8 @@ from hmt.hardware import machine
 from hmt.hardware.link_rates import LinkRates
 from hmt_bench.soak import Plan, run
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 USERS, TURNS, ROUNDS = 8, 2, 4
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_prefill_tokens": 16, "host_memory": "96MiB"}
 WAYS: dict[str, dict[str, Any]] = {

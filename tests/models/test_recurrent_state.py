@@ -339,8 +339,8 @@ def test_checkpoints_give_way_and_answers_stay(
     rng = random.Random(5)
     heads = [ids(rng.choice([16, 33, 64, 90]), 50 + n) for n in range(4)]
     requests = [
-        drawn([*rng.choice(heads), *ids(rng.choice([1, 15, 16, 30]), n)], n, 30, stop=NEVER)
-        for n in range(14)
+        drawn([*rng.choice(heads), *ids(rng.choice([1, 15, 16, 30]), n)], n, 24, stop=NEVER)
+        for n in range(10)
     ]
     options = OPTIONS | {"max_batch": 3}
     wanted = list(map(alone, requests))

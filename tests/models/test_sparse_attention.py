@@ -42,6 +42,7 @@ def step_by_step(reference: Any, tokens: list[int]) -> torch.Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["all scores equal", "some"])
 @pytest.mark.parametrize(
     "name", ["deepseek_v32-0", "deepseek_v32-2", "glm_moe_dsa-0", "glm5_next_text-0"]

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from default_part import rounds
 from models import machine_with, outlook, random_machine, random_model, setting, small_model
 
 from hmt.base.errors import BudgetError, ConfigError
@@ -20,7 +21,7 @@ from hmt.planner.what_if.scenario import Scenario
 
 def test_any_machine_and_model_has_a_plan_or_a_reason() -> None:
     chance, planned, refused = random.Random(1), 0, 0
-    for _ in range(250):
+    for _ in range(count := rounds(250)):
         demand = random_model(chance)
         machine = random_machine(chance, demand)
         asked = setting(machine, users=chance.choice([1, 4]), context=chance.choice([64, 100_000]))
@@ -40,7 +41,7 @@ def test_any_machine_and_model_has_a_plan_or_a_reason() -> None:
         assert reserved <= asked.device_budget()
         assert found.plan == plans.plan(asked).plan
         assert found.prediction.tokens_per_s > 0 and found.prediction.ttft_s > 0
-    assert planned > 30 and refused > 10
+    assert planned > count / 9 and refused > count / 25
 
 
 def test_a_refusal_comes_with_the_smallest_changes() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from default_part import rounds
 from models import (
     machine_with,
     outlook,
@@ -46,6 +47,7 @@ def all_choices(demand: Demand) -> list[DeviceChoice]:
     return [DeviceChoice(*one) for one in numbers if one[2] + one[3] <= one[0]]
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("device", [0.15, 0.35, 0.6])
 @pytest.mark.parametrize("experts", [0, 8])
 def test_the_search_is_within_2_percent_of_the_best_choice(device: float, experts: int) -> None:
@@ -102,8 +104,8 @@ def test_the_search_beats_chance_and_rules_of_thumb(experts: int) -> None:
     [
         ("gemma-3-27b", "16gb-card-gen5"),
         ("mixtral-8x7b", "rtx-4090-desktop"),
-        ("llama-3.1-70b", "l20-epyc-7742"),
-        ("qwen3-30b-a3b", "16gb-card-gen5"),
+        pytest.param("llama-3.1-70b", "l20-epyc-7742", marks=pytest.mark.whole),  # dense as well
+        pytest.param("qwen3-30b-a3b", "16gb-card-gen5", marks=pytest.mark.whole),  # a mixture
     ],
 )
 def test_so_it_does_for_models_and_machines_that_there_are(model: str, machine: str) -> None:
@@ -164,7 +166,7 @@ def more_of(resource: str, machine: Machine) -> Machine:
 
 def test_searched_plans_fit_are_repeatable_and_no_worse_with_more() -> None:
     chance, compared = random.Random(3), 0
-    while compared < 4:
+    while compared < rounds(6) // 2:
         demand = random_model(chance)
         machine = random_machine(chance, demand)
         asked = setting(machine, max_prefill_tokens=64, users=chance.choice([1, 4]))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from default_part import rounds
 from safetensors.torch import load_file, save_file
 
 from hmt.base.errors import CheckpointError, HMTError
@@ -253,7 +254,7 @@ def test_nothing_but_our_errors(tmp_path: Path) -> None:
     """Tensors lost, and of other dtypes, shapes and content; metadata changed."""
     rng = random.Random(3)
     dtypes = (torch.uint8, torch.int8, torch.int32, torch.float16, torch.float32, torch.int64)
-    for turn in range(1500):
+    for turn in range(rounds(1500)):
         case = rng.choice(list(ENCODINGS))
         about, tensors, wanted = recorded()[case]
         tensors, metadata = dict(tensors), dict(about["metadata"])

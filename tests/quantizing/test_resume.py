@@ -16,6 +16,8 @@ from small_models import MOE, checkpoint, contents, options, use_observing
 from hmt.base.errors import BudgetError, ConfigError, DiskWriteError
 from hmt.quantizing import quantize
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 CALIBRATED = "rotate,awq,observing"  # what is done to weights before, too
 
 

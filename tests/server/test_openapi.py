@@ -9,7 +9,7 @@ from serving import app_on, at_rest
 from hmt.engine import LoadedModel
 
 schemathesis = pytest.importorskip("schemathesis", reason="pip install schemathesis")
-EXAMPLES = 4  # of each operation, as it wants them and as it does not; 10 s in all
+EXAMPLES = 2  # of each operation, as it wants them and as it does not; 5 s in all
 
 
 def test_no_request_makes_the_server_fail(model: LoadedModel) -> None:

@@ -17,6 +17,8 @@ import openai
 import pytest
 from serving import NAME, asking
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 KEY = "sk-correct-horse"
 
 

@@ -53,6 +53,7 @@ SAID = {
 }  # fmt: skip
 
 
+@pytest.mark.each_once
 @pytest.mark.parametrize("schema", [DEFINED, OLDER], ids=["$defs", "definitions"])
 def test_schemas_of_tools_may_have_definitions(tooled: FastAPI, schema: dict[str, Any]) -> None:
     """Two tools whose definitions have one name and mean different things."""

@@ -7,7 +7,6 @@ llama-cpp-python is installed it is asked again, with other texts.
 import gzip
 import json
 from importlib.util import find_spec
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +88,9 @@ def test_end_tokens_are_what_llama_cpp_answered(case: str) -> None:
     assert sorted(metadata[f"{AT}tokens"][n] for n in ends) == ANSWERS["ends"][case]
 
 
-@pytest.mark.parametrize(
-    ("name", "unit"), list(product(("afmoe", "deepseek-llm", "default", "tekken"), "1 a\n"))
-)
+@pytest.mark.each_once
+@pytest.mark.parametrize("name", ("afmoe", "deepseek-llm", "default", "tekken"))
+@pytest.mark.parametrize("unit", "1 a\n")
 @pytest.mark.timeout(20)
 def test_long_runs_take_time_with_their_length(name: str, unit: str) -> None:
     """200,000 characters take 0.2 s; with the square of the length it would be an hour."""

@@ -128,19 +128,19 @@ def test_experts_of_one_block_of_memory_each(device, monkeypatch):
 CUT_WIDTH = 768  # three blocks of 256
 
 
-# Behind the smaller and the larger part: zeros, or scales that are NaN.  Each kind of blocks meets
+# Behind the smaller or the larger part: zeros, or scales that are NaN.  Each kind of blocks meets
 # both, and so does each part.
 @pytest.mark.parametrize(
-    ("down", "stale"),
+    ("down", "kept", "byte"),
     [
-        (Encoding.IQ2_XXS, (0, 255)),
-        (Encoding.Q2_K, (255, 0)),
-        (Encoding.IQ4_NL, (0, 255)),
-        (Encoding.Q8_0, (255, 0)),
+        (Encoding.IQ2_XXS, 256, 0),
+        (Encoding.Q2_K, 512, 255),
+        (Encoding.IQ4_NL, 256, 255),
+        (Encoding.Q8_0, 512, 0),
     ],
     ids=str,
 )
-def test_what_of_an_expert_is_brought_is_all_that_is_read(device, down, stale):
+def test_what_of_an_expert_is_brought_is_all_that_is_read(device, down, kept, byte):
     """Two parts, each alone in memory that holds anything else, add up to the whole expert."""
     form = {"device": device, "activations": FLOAT}
     expert = {
@@ -148,19 +148,18 @@ def test_what_of_an_expert_is_brought_is_all_that_is_read(device, down, stale):
         "up_proj": random_blocks(Encoding.IQ2_XXS, CUT_WIDTH, HIDDEN, seed=2, **form),
         "down_proj": random_blocks(down, 19, CUT_WIDTH, seed=3, **form),
     }
-    for kept, byte in zip((256, 512), stale, strict=True):
-        own = {name: first_of(w, kept, name == "down_proj") for name, w in expert.items()}
-        held = {name: overwritten(w, kept, byte, name == "down_proj") for name, w in expert.items()}
-        x, _, _ = routed(1, device)
-        chosen = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        scales = torch.full((1, 1), 0.75, device=device)
-        cut = torch.tensor([0, kept], dtype=torch.int32, device=device)
-        table = make_table([(0, held)], 1, device)
-        assert table is not None
-        found = moe_dispatch.experts_by_table(x, table, chosen, scales, "silu", cut=cut)
-        moved = [one.cpu() for one in (chosen, scales)]
-        expected = reference.experts(x.cpu(), on_cpu([(0, own)]), *moved, "silu")
-        assert (found.cpu() - expected).norm() < 1e-5 * expected.norm()
+    own = {name: first_of(w, kept, name == "down_proj") for name, w in expert.items()}
+    held = {name: overwritten(w, kept, byte, name == "down_proj") for name, w in expert.items()}
+    x, _, _ = routed(1, device)
+    chosen = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    scales = torch.full((1, 1), 0.75, device=device)
+    cut = torch.tensor([0, kept], dtype=torch.int32, device=device)
+    table = make_table([(0, held)], 1, device)
+    assert table is not None
+    found = moe_dispatch.experts_by_table(x, table, chosen, scales, "silu", cut=cut)
+    moved = [one.cpu() for one in (chosen, scales)]
+    expected = reference.experts(x.cpu(), on_cpu([(0, own)]), *moved, "silu")
+    assert (found.cpu() - expected).norm() < 1e-5 * expected.norm()
 
 
 def first_of(w, count, columns):

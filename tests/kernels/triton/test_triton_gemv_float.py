@@ -70,7 +70,7 @@ def test_products_of_several_tokens_on_tensor_cores(
     bias = token(rows, device, kind, 2)[0]
     random = torch.Generator().manual_seed(3)
     with single_tokens():
-        for tokens in (1, 3, 10) if interpreted() else (1, 2, 4, 5, 8, 13, 16):
+        for tokens in (2, 9) if interpreted() else (1, 2, 4, 5, 8, 13, 16):
             x = torch.randn(tokens, columns + 8, generator=random).to(device, kind)[:, :columns]
             assert gemv_mma.takes_mma(x, w)
             found = kernels.linear(x, w, bias)

@@ -68,13 +68,13 @@ def test_products_side_by_side(columns, options):
 def test_codes_of_e2m1(encoding, activations):
     weights = [
         random_weight(
-            encoding, rows, 1536, device=torch.device("cpu"), seed=rows, activations=activations
+            encoding, 32, 1536, device=torch.device("cpu"), seed=seed, activations=activations
         )
-        for rows in (32, 64)
+        for seed in (1, 2)
     ]
     if encoding is Encoding.NVFP4:
         weights[1] = replace(weights[1], factor=torch.tensor([1.7]))
-    x, total = random_tensor(1, 1536), random_tensor(1, 96, seed=2)
+    x, total = random_tensor(1, 1536), random_tensor(1, 64, seed=2)
     x[0, 64:96] = 0
     x[0, 131] *= 1000
     values = x.double()
@@ -86,7 +86,7 @@ def test_codes_of_e2m1(encoding, activations):
     largest = x.double().abs().view(1, -1, 32).amax(2, keepdim=True).expand(1, -1, 32)
     unit = largest.reshape(1, -1) / (65024 if values.equal(x.double()) else 2**40)
     bound = torch.cat([(unit + values.abs() * 2**-18) @ numbers(w).abs().T for w in weights], 1)
-    found = poisoned(96)
+    found = poisoned(64)
     multiply_one(found, x, weights, [None] * 2)
     assert ((found.double() - expected).abs() <= bound * 1.01 + expected.abs() * 2**-8).all()
     also = {(Encoding.NVFP4, Activations.FLOAT), (Encoding.MXFP4, Activations.INT8_TOKEN)}

@@ -26,6 +26,8 @@ from serving import tooled_model
 from target import CHAT, TEXT, Answer, Failure, Target, borne, eventually, refused, require
 from vision_models import publish, vision_model
 
+pytestmark = pytest.mark.usefixtures("quick_processes")
+
 KEYS = ("alice-key-0123456789", "bob-key-0123456789")
 BUDGET = 256 * MIB
 Attack = Callable[[Target], None]
