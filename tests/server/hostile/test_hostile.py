@@ -65,7 +65,7 @@ class Victim:
                  "--context", "2048", "--threads", "1", *arguments],
                 stderr=log,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
-                preexec_fn=limits,
+                preexec_fn=limits if files else None,
             )  # fmt: skip
         eventually(self._is_up, 100, f"the server did not start: {self.text()}")
         found = re.search(r"http://127\.0\.0\.1:\d+", self.text())
