@@ -1,7 +1,7 @@
 """Draft tokens leave the distribution of drawn tokens what the model says: by chi-square.
 
 The model is one layer that adds nothing, so that the next token's distribution follows from the
-last token alone: it is known in float64, and each of 10,000 tokens is a draw from one of a few.
+last token alone: it is known in float64, and each of 20,000 tokens is a draw from one of a few.
 """
 
 import random
@@ -21,8 +21,7 @@ from hmt.engine.speculation.prompt_lookup import PromptLookup
 from hmt.kernels.cpu import extension
 from hmt.profiling.random_model import Shape, write_random_model
 
-VOCAB, SEQUENCES = 24, 8
-DRAWS = 10_000
+VOCAB, DRAWS, SEQUENCES = 24, 20_000, 8
 TEMPERATURE, TOP_P = 0.8, 0.9
 _LEAST_EXPECTED = 5  # of a cell: those below count as one
 
