@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_a_plan_with_a_gpu_says_what_goes_there(hmt):
         "--max-prefill-tokens",
     ):
         assert word in done.out
+
+
+def test_a_plan_of_several_processes_says_what_each_has(hmt):
+    asked = ("plan", "--tp", "3", "--host-memory", "60MiB", "--context", "256")
+    done = hmt(*asked)
+    assert done.code == 0 and "host memory, 20.0 MiB" in done.out
+    weights = re.findall(r"rank (\d): (\S+) MiB of weights, 0 B .*of 20.0 MiB", done.out)
+    assert [rank for rank, _ in weights] == ["1", "2"]
+    assert all(6 < float(size) < 8 for _, size in weights), "a third of the layers, the embedding"
+    for refused in ((*asked, "--explain"), ("simulate", "--tp", "2"), ("plan", "--ep", "2")):
+        said = hmt(*refused)
+        assert said.code and ("leave it out" in said.err or "has no experts" in said.err)
 
 
 def test_a_plan_as_json_adds_up(hmt):

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from default_part import after_first
 from publishers import PUBLISHERS, mxfp4
+from rank_threads import ranks_as_threads
 from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
@@ -107,6 +109,24 @@ def test_logits_equal_those_of_the_numbers_that_are_published(
     reference = LlamaForCausalLM(CONFIG).eval()
     reference.load_state_dict(plain)
     check(tmp_path, reference, packed=name in ("awq", "fp8", "hqq", "modelopt-nvfp4", "quanto"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["awq", "gptq", *after_first(sorted(PUBLISHERS.keys() - {"awq", "gptq", "gptq-static"}), 0)],
+)
+def test_two_ranks_have_the_numbers_of_one(
+    name: str, llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    """Rows and columns of each form, cut where its groups end; or said where they cannot be."""
+    publish(name, llama, tmp_path)
+    tokens = [random.Random(4).randrange(VOCAB) for _ in range(20)]
+    found = []
+    for ranks in ({}, {"tp": 2}):
+        with ranks_as_threads(), hmt.Engine(host_memory="64MiB", **OPTIONS, **ranks) as engine:
+            model = engine.load_model(tmp_path)
+            found.append(model.logits(tokens, range(20), prefill=16))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5 * float(found[0].abs().max()))
 
 
 def test_embedding_and_head_of_torchao(llama: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -276,8 +276,13 @@ def _rows_of_part(part: PublishedPart, param: ParamSpec, whole: Published) -> Fi
 
 
 def _check_tiles(name: str, rows: tuple[int, int], height: int, all_rows: int) -> None:
-    """Raise ShapeError unless rows are whole tiles; the last one may have fewer rows."""
+    """Raise ShapeError unless rows are whole tiles; the last one may have fewer rows.
+
+    Of a tile that all rows lie in, any rows are: they share its scales whoever has them.
+    """
     first, end = rows
+    if height >= all_rows:
+        return
     if first % height or (end % height and end != all_rows):
         raise ShapeError(f"rows {first} to {end} of {name} cut through an FP8 tile")
 

@@ -6,11 +6,11 @@ row, a few KiB apart: whole rows are read, and the others' columns do not come i
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 
 from hmt.base.errors import ShapeError
 from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec, Role
-from hmt.contracts.checkpoint import Checkpoint, FileRange
+from hmt.contracts.checkpoint import Checkpoint, FileRange, Published
 from hmt.contracts.encoding import Encoding
 from hmt.contracts.model import ModelSpec
 from hmt.contracts.sharding import RankShare, Span
@@ -18,6 +18,7 @@ from hmt.quant import Format
 from hmt.quant.repacking import ColumnSlice, column_unit
 from hmt.weights.binding import BoundBlock, BoundParam, bind
 from hmt.weights.layout import Target
+from hmt.weights.naming import named
 
 _EVERYTHING = ("",)  # a regex that any name matches: what other ranks read is no surprise
 
@@ -103,8 +104,19 @@ def bind_share(
             if cut is not None:
                 cuts[block.id, param.name] = cut
         wanted.append(BlockSpec(block.id, tuple(params)))
-    bound = bind(replace(whole, blocks=tuple(wanted), ignored=_EVERYTHING), checkpoint)
+    spec = replace(whole, blocks=tuple(wanted), ignored=_EVERYTHING)
+    bound = bind(spec, _with_rows(whole, named(whole, checkpoint).checkpoint))
     return {b: _with_columns(block, cuts) for b, block in bound.items()}
+
+
+def _with_rows(whole: ModelSpec, checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` where forms that say how many numbers they have say in which rows, too."""
+    forms = dict(checkpoint.forms)
+    for param in (param for block in whole.blocks for param in block.params):
+        found = forms.get(param.sources[0])
+        if isinstance(found, Published) and found.shape == (prod(param.shape),):
+            forms[param.sources[0]] = replace(found, shape=param.shape)
+    return replace(checkpoint, forms=forms)
 
 
 def cut_packed(
