@@ -11,7 +11,7 @@ from parsed import nodes_of
 ROOT = Path(__file__).parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_TREE_BYTES = 63_000_000  # 49 of them are four trained models
+MAX_TREE_BYTES = 64_000_000  # 49 of them are four trained models
 SOURCES = {".py", ".cpp", ".cc", ".cu", ".h", ".hpp"}
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
@@ -59,7 +59,7 @@ def test_no_file_is_named_after_nothing():
     assert named == []
 
 
-def test_the_tree_is_below_63_megabytes():
+def test_the_tree_is_below_64_megabytes():
     assert sum(path.stat().st_size for path in tree()) < MAX_TREE_BYTES
 
 

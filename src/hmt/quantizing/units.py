@@ -96,9 +96,10 @@ def plan_work(
                     kept[_module(param.source)] = "the output layer"
     works.append(LayerWork(TRUNK, (), tuple(_numbers(rest)), kept))
     if not any(work.units for work in works):
+        kept_by = "some --keep" if options.keep or not options.sensitivity else "--sensitivity"
         raise ConfigError(
             f"nothing of {checkpoint.path} would be quantised: every linear layer is kept; leave "
-            "some --keep out"
+            f"{kept_by} out"
         )
     return works
 
