@@ -11,6 +11,7 @@ from small_models import DENSE, contents, options
 from hmt.base.errors import ConfigError
 from hmt.profiling.random_model import Shape, write_random_model
 from hmt.quantizing import QuantizeOptions, quantize
+from hmt.quantizing.job import prepare, with_forms
 
 NEVER = Shape(
     layers=2, hidden_size=64, intermediate_size=48, heads=4, kv_heads=2, experts=5,
@@ -133,6 +134,19 @@ def test_a_weight_in_one_direction_is_kept_named_and_known_again(tmp_path: Path)
     assert {m for m, why in again.report["kept"].items() if "sensitive" in why} == {
         m for m, why in made.report["kept"].items() if "sensitive" in why
     }
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [({"sensitivity": True}, "--sensitivity"), ({"keep": (".",)}, "some --keep")],
+)
+def test_where_all_weights_stay_the_option_that_keeps_them_is_named(
+    dense: Path, fields: dict[str, object], option: str
+):
+    with pytest.raises(ConfigError, match=f"every linear layer is kept; leave {option} out"):
+        job = prepare(dense, options(**fields))
+        modules = [unit.module for work in job.works for unit in work.units]
+        with_forms(job, dict.fromkeys(modules, "sensitive"))
 
 
 def test_experts_that_no_token_came_to_are_named_and_rounded(tmp_path: Path):

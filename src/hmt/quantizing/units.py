@@ -108,9 +108,10 @@ def plan_work(
     trunk = LayerWork(TRUNK, (), tuple(_numbers(rest)), kept, places)
     works.append(_with_own_head(spec, trunk) if rotated else trunk)
     if not any(work.units for work in works):
+        kept_by = "some --keep" if options.keep or not options.sensitivity else "--sensitivity"
         raise ConfigError(
             f"nothing of {checkpoint.path} would be quantised: every linear layer is kept; leave "
-            "some --keep out"
+            f"{kept_by} out"
         )
     return works
 
