@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     import torch
 
     from hmt.engine import LoadedModel
-    from hmt.engine.loading.prepare import Prepared
+    from hmt.engine.loading.prepared import Prepared
 
 DEVICE_SHARE = 0.12
 SELECTIONS = tuple(f"select:bound@{share}" for share in (0.25, 0.1, 0.05))

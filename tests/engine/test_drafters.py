@@ -18,7 +18,7 @@ import hmt
 from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.blocks import BlockKind
 from hmt.engine import LoadedModel
-from hmt.engine.loading.prepare import DraftInputs
+from hmt.engine.loading.prepared import DraftInputs
 from hmt.engine.speculation.assistant import AssistantProposer
 from hmt.engine.speculation.block_proposer import BlockProposer
 from hmt.engine.speculation.draft import Draft, Worth

@@ -32,7 +32,7 @@ from hmt.contracts.encoding import Activations, Encoding
 from hmt.engine import EngineConfig, prepare
 from hmt.engine.loading.inspection import inspect
 from hmt.engine.loading.packs import convert
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.formats import open_checkpoint
 from hmt.planner import PlanOptions, smallest_budget
 

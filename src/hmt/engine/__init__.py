@@ -5,7 +5,8 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.drift.account import DriftAccount
 from hmt.engine.engine import Engine
 from hmt.engine.experts.ab_gate import ABResult
-from hmt.engine.loading.prepare import Prepared, prepare
+from hmt.engine.loading.prepare import prepare
+from hmt.engine.loading.prepared import Prepared
 from hmt.engine.prediction_report import StepPrediction
 from hmt.engine.request_limits import check_tokens
 from hmt.engine.run_summary import (

@@ -21,7 +21,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm, warm_up
 from hmt.engine.loading.memory import Memory
 from hmt.engine.loading.prefix_cache import save_some, scope_of
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.outputs.constraints import UnsettledForms
 from hmt.engine.outputs.output_processor import OutputProcessor, PromptOutputRows, reported

@@ -20,7 +20,7 @@ from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Priority, Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import OnDevice
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.memory import Account, HostPool
 from hmt.models.vision import PIXEL_BYTES, ImageDecoder, file_bytes, pixels_of
 from hmt.planner import encoder_remark

@@ -7,7 +7,7 @@ from hmt.contracts.image import ImagePrompt
 from hmt.contracts.request import Request
 from hmt.engine.images import ImageStore, with_image_parts
 from hmt.engine.loading.adapters import Adapters
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.engine.outputs.output_processor import (
     OutputProcessor,
     TokenListener,

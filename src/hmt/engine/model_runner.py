@@ -18,7 +18,7 @@ from hmt.engine.execution.step_observers import open_observers
 from hmt.engine.experts.ab_gate import ABResult
 from hmt.engine.experts.observers import ObservedModel
 from hmt.engine.loading.memory import Memory
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.engine.outputs.prompt_outputs import PromptOutputSource
 from hmt.engine.step_meter import StepMeter
 from hmt.kernels.ops import LogitStats

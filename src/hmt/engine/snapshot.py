@@ -12,7 +12,7 @@ from hmt.contracts.blocks import BlockKind
 from hmt.contracts.plan import Tier
 from hmt.engine.engine_core import EngineCore
 from hmt.engine.experts.predictor import expert_count, expert_layers
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.engine.run_summary import RunSummary
 from hmt.engine.scheduling.sequence import Load
 from hmt.kernels.reference import SCORE_DECAY

@@ -7,7 +7,7 @@ from hmt.engine.drift.statistics import ActivationStatistics, Floats, statistics
 from hmt.engine.drift.watch import ActivationWatch, RowRecorder
 from hmt.engine.execution.executor import Executor
 from hmt.engine.loading.kv_scales import identity
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 
 
 def open_watch(prepared: Prepared) -> ActivationWatch | None:

@@ -8,7 +8,7 @@ from hmt.engine.execution.executor import DeviceStages, Executor, OverlappedExec
 from hmt.engine.execution.graphs.selection import captures_of
 from hmt.engine.execution.prefetch import read_ahead
 from hmt.engine.loading.memory import Memory
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.planner import scored_rows
 from hmt.weights import PreciseView, WeightsView
 

@@ -18,7 +18,7 @@ from hmt.engine.loading.disk import open_copies, spill_file, transfer_queue
 from hmt.engine.loading.kv import open_kv
 from hmt.engine.loading.memory import LoadedDraft, Memory
 from hmt.engine.loading.prefix_cache import open_prefixes
-from hmt.engine.loading.prepare import Prepared, PreparedDraft
+from hmt.engine.loading.prepared import Prepared, PreparedDraft
 from hmt.engine.ranks import RankWorkers, start_workers
 from hmt.memory import Account, HostPool, Ledger, keep_freed_activations
 from hmt.memory.device import Device

@@ -13,7 +13,7 @@ from hmt.base.trace import Tracer
 from hmt.base.units import format_bytes
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.hardware.machine import remembered
 from hmt.memory import Account, HostPool, Ledger, ReadQueue, open_reader, usual_rate
 from hmt.weights import SpillFile, WeightStore

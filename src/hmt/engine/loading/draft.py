@@ -13,14 +13,8 @@ from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.demand import dtype_for, is_gpu
 from hmt.engine.loading.drafter import drafter_kind, open_drafter
-from hmt.engine.loading.prepare import (
-    DraftInputs,
-    Prepared,
-    PreparedDraft,
-    open_parts,
-    prepare,
-    prepare_model,
-)
+from hmt.engine.loading.prepare import open_parts, prepare, prepare_model
+from hmt.engine.loading.prepared import DraftInputs, Prepared, PreparedDraft
 from hmt.engine.loading.source import Source, open_source
 from hmt.formats import located
 from hmt.memory.device import Device

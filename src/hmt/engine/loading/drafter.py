@@ -17,7 +17,7 @@ from hmt.contracts.checkpoint import Checkpoint, Form, TensorRecord
 from hmt.contracts.model import ModelSpec
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.demand import dtype_for
-from hmt.engine.loading.prepare import DraftInputs
+from hmt.engine.loading.prepared import DraftInputs
 from hmt.engine.loading.source import Source, open_source
 from hmt.models import (
     ASSISTANTS,

@@ -11,7 +11,7 @@ from hmt.engine.experts.trace import TraceWriter
 from hmt.engine.images import ImageStore
 from hmt.engine.loading.adapters import Adapters
 from hmt.engine.loading.device import OnDevice
-from hmt.engine.loading.prepare import PreparedDraft
+from hmt.engine.loading.prepared import PreparedDraft
 from hmt.engine.ranks import RankWorkers
 from hmt.engine.run_summary import DeviceAccount, ExpertAccount
 from hmt.kvcache import AnyKV, SplitKVCache, TieredKV

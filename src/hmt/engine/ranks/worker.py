@@ -19,7 +19,8 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.loading.allocate import allocate
 from hmt.engine.loading.device import device_budgets, open_devices
 from hmt.engine.loading.memory import Memory
-from hmt.engine.loading.prepare import Prepared, prepare
+from hmt.engine.loading.prepare import prepare
+from hmt.engine.loading.prepared import Prepared
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.ranks.workers import on_gpu, spoken
 from hmt.engine.scheduling.kv_operations import repeat_operations

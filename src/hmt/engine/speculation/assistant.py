@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from hmt.base.errors import HMTError
 from hmt.contracts.step import SchedulerOutput, SegmentRequest
-from hmt.engine.loading.prepare import DraftInputs
+from hmt.engine.loading.prepared import DraftInputs
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
 from hmt.engine.speculation.draft_model import LastHidden, Prediction

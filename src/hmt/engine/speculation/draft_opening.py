@@ -8,7 +8,7 @@ from hmt.contracts.blocks import BlockKind
 from hmt.engine.execution.warmup import is_slow_at_first, prompts_to_warm
 from hmt.engine.loading.draft import has_head_on_device
 from hmt.engine.loading.memory import LoadedDraft, Memory
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.engine.model_runner import ModelRunner
 from hmt.engine.speculation.assistant import Assistant, AssistantProposer
 from hmt.engine.speculation.block_proposer import BlockProposer

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from hmt.base.errors import HMTError
-from hmt.engine.loading.prepare import DraftInputs
+from hmt.engine.loading.prepared import DraftInputs
 from hmt.engine.speculation.draft import Draft, Proposer, Worth
 from hmt.engine.speculation.draft_model import DraftModel, Prediction
 

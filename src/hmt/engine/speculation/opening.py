@@ -7,7 +7,7 @@ from hmt.contracts.model import MOST_DRAFTS
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.draft_journal import may_verify
 from hmt.engine.loading.memory import Memory
-from hmt.engine.loading.prepare import Prepared
+from hmt.engine.loading.prepared import Prepared
 from hmt.engine.scheduling.sequence import SequenceState
 from hmt.engine.speculation.draft import Proposer
 from hmt.engine.speculation.draft_opening import open_draft_model

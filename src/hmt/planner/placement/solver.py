@@ -367,10 +367,8 @@ def _reserve(
     # A second staging buffer lets one block be read while another is converted.
     buffers = 2 if 2 * staging <= spare // 4 else 1
     # Page by page, not row by row, so that they never take more than was added.
-    most = min(
-        _MOST_ROWS_OF_PROMPTS, _chunk(demand, options) * sum(demand.spec.row_lookups.values())
-    )
-    most = max(_MOST_ROWS, most) * row
+    looked_up = _chunk(demand, options) * sum(demand.spec.row_lookups.values())
+    most = max(_MOST_ROWS, min(_MOST_ROWS_OF_PROMPTS, looked_up)) * row
     rows = min(most, max(row, round_down(spare // 16, _MEMORY_PAGE_BYTES)))
     context = _context(demand, options, spare // 4)
     images = image_bytes(demand, spare, on_host=not options.device_bytes)
