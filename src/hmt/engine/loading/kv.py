@@ -31,8 +31,8 @@ def open_kv(
     on_devices: Sequence[OnDevice],
     queue: ReadQueue,
     stack: ExitStack,
-    drafts: int = 0,
-    ranges: Mapping[int, KeyRange] | None = None,
+    drafts: int,
+    ranges: Mapping[int, KeyRange],
 ) -> AnyKV:
     """The KV cache, each layer's where it computes, and in the plan's tiers beside that.
 
@@ -42,9 +42,8 @@ def open_kv(
     Raises BudgetError and MachineError.
     """
     spec, stage_devices = model.spec, plan.stage_devices
-    slots = None
-    if spec.state_bytes:
-        slots = SequenceSlots(config.max_batch, 1, spare_states(model, config))
+    spare = spare_states(model, config)
+    slots = SequenceSlots(config.max_batch, 1, spare) if spec.state_bytes else None
     pinned = False
     if on_devices and plan.kv_tiers is not None and plan.kv_tiers.host_pages:
         pinned = pin_pool(on_devices[0].device, host, stack)  # devices write pages back
@@ -53,10 +52,7 @@ def open_kv(
     encoding = page_encoding(config.kv_quant[0], model.dtype)
 
     def opened(
-        members: Collection[int],
-        pool: HostPool | DevicePool,
-        *,
-        device: Device | None = None,
+        members: Collection[int], pool: HostPool | DevicePool, *, device: Device | None = None
     ) -> PagedKV | TieredKV:
         allocator = next((cache.allocator for cache in caches.values()), None)
         layers = spec.kv_layers_of(members)
@@ -87,7 +83,7 @@ def open_kv(
             device=device,
             pinned=pinned,
             state=state,
-            ranges={i: keys for i, keys in (ranges or {}).items() if i in layers},
+            ranges={i: own for i, own in ranges.items() if i in layers},
         )
 
     here = [index for index in range(spec.layers) if index not in stage_devices]

@@ -18,6 +18,9 @@ from hmt.kvcache.recurrent_state import StateStore
 # Recurrent state of the layers that a cache is of; None: they have none.
 LayerStates = StateStore | None
 
+# Where keys lie, by layer.
+KeyRanges = Mapping[int, KeyRange]
+
 
 class OffloadedKVBase(ABC, KVCache):
     """KVCache: layers with a window attend to their rings, all others as the subclass says.
@@ -26,7 +29,7 @@ class OffloadedKVBase(ABC, KVCache):
     """
 
     _state: LayerStates = None
-    _ranges: Mapping[int, KeyRange] = MappingProxyType({})
+    _ranges: KeyRanges = MappingProxyType({})
 
     @property
     def states(self) -> LayerStates:

@@ -19,9 +19,8 @@ from hmt.kernels import ops
 from hmt.kernels.backend_registry import backend_of, backend_on
 from hmt.kvcache.allocator import SCORED_EVERY, KVAllocator, pages_of
 from hmt.kvcache.eviction import PageEvictionPolicy
-from hmt.kvcache.key_ranges import KeyRange
 from hmt.kvcache.offload.attention_merge import LseMerge
-from hmt.kvcache.offload.base import LayerStates, OffloadedKVBase
+from hmt.kvcache.offload.base import KeyRanges, LayerStates, OffloadedKVBase
 from hmt.kvcache.offload.disk_pages import DiskPages
 from hmt.kvcache.offload.host_attention import MANY_TOKENS, PageChunks, Query, attend_on_host
 from hmt.kvcache.offload.page_migration import PageMigration
@@ -35,7 +34,7 @@ from hmt.memory.device import Device
 _PINNED = PinnedPages()
 _NONE = np.zeros(0, dtype=np.int64)
 _NOTHING: Mapping[int, Ints] = {}
-_NO_RANGES: Mapping[int, KeyRange] = {}
+_NO_RANGES: KeyRanges = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class TieredKV(OffloadedKVBase):
         clock: Callable[[], float] = time.monotonic,
         device: Device | None = None,
         state: LayerStates = None,
-        ranges: Mapping[int, KeyRange] = _NO_RANGES,
+        ranges: KeyRanges = _NO_RANGES,
     ) -> None:
         """Takes over the memories, and releases them in the end.
 
@@ -284,7 +283,7 @@ class TieredKV(OffloadedKVBase):
         return key, key[..., : layout.value_dim] if layout.latent else value
 
     @property
-    def ranges(self) -> Mapping[int, KeyRange]:
+    def ranges(self) -> KeyRanges:
         """Of keys, by layer, where layers compute."""
         return self._ranges
 
