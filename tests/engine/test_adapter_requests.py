@@ -9,14 +9,14 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from adapter_files import answers, tensors_of, write_adapter
+from adapter_files import WEIGHTS, answers, tensors_of, write_adapter
 from gguf_files import ModelFile, _turned, bytes_vocabulary
 from reference import MINI_DENSE, transformers_model
 from single_answers import SingleAnswers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hmt
-from hmt.base.errors import AdapterError, BudgetError, RequestError
+from hmt.base.errors import AdapterError, BudgetError, DiskReadError, RequestError
 from hmt.engine import EngineConfig, LoadedModel
 from hmt.engine.loading.packs import convert
 from hmt.kernels.cpu import extension
@@ -120,7 +120,7 @@ def test_quantised_weights_have_the_same_added(
 
 @pytest.mark.parametrize("gpus", ["fake", "fake,fake"])
 def test_devices_compute_the_same(gpus: str, adapters: tuple[Path, dict[str, Any]]) -> None:
-    """Steps without adapters are captured, those with any are not, and the summary says so."""
+    """Steps without adapters are captured, those with any are not, which the summary says."""
     tokens, found = prompt(29, 30), []
     named = [f"own={adapters[0]}/a3"]
     for device in ({}, {"gpus": gpus, "gpu_memory": "96MiB"}):
@@ -199,6 +199,25 @@ def test_those_in_use_stay_in_memory_and_others_make_room(
             loaded.infer(hmt.Request("x", 1, adapter="a7"))
         with pytest.raises(BudgetError, match="--adapter-memory"):
             loaded.load_adapter("large", adapters[0] / "a2")
+
+
+def test_a_file_that_has_changed_is_not_read(
+    adapters: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its prompts may be in the prefix cache, under the fingerprint of what it was."""
+    own = shutil.copytree(adapters[0] / "a1", tmp_path / "own")
+    asked = hmt.Request(prompt(1, 9), 2, adapter="own")
+    with hmt.Engine(adapters=[f"own={own}"], **OPTIONS) as engine:
+        loaded = engine.load_model(MINI_DENSE)
+        shutil.copy(adapters[0] / "a3" / WEIGHTS, own / WEIGHTS)
+        with pytest.raises(AdapterError, match="has changed"):
+            loaded.infer(asked)
+        shutil.rmtree(own)
+        with pytest.raises(DiskReadError):
+            loaded.infer(asked)
+        loaded.unload_adapter("own")
+        loaded.load_adapter("own", adapters[0] / "a1")
+        assert loaded.infer(asked).token_ids
 
 
 def test_a_default_is_for_requests_that_name_none(model: LoadedModel) -> None:

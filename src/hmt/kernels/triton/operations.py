@@ -37,6 +37,7 @@ from hmt.kernels.triton.fused_layers import attention_inputs, feed_forward
 from hmt.kernels.triton.gemm.code_rows import code_rows_at
 from hmt.kernels.triton.gemm.dequantize import dequantize, quantize_activations
 from hmt.kernels.triton.gemm.dispatch import (
+    add_low_rank,
     linear,
     linear_gated,
     linear_into,
@@ -44,7 +45,6 @@ from hmt.kernels.triton.gemm.dispatch import (
     linear_many_float,
     single_tokens,
 )
-from hmt.kernels.triton.gemm.low_rank import add_low_rank
 from hmt.kernels.triton.moe import (
     Mailbox,
     biased_sigmoid_topk,

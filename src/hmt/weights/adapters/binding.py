@@ -1,8 +1,9 @@
 """Which parameters of a model an adapter changes, and reading what it adds to them."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -44,11 +45,13 @@ class BoundAdapter:
     """An adapter whose every matrix belongs to a parameter of the model.
 
     fingerprint   of its numbers and their places: alike for adapters that compute alike
+    stamps        sizes and times of its files, by which it is known that they have not changed
     """
 
     file: AdapterFile
     parts: tuple[BoundPart, ...]
     fingerprint: str
+    stamps: Mapping[Path, tuple[int, int]]
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +74,16 @@ class BoundAdapter:
                 yield down
 
     def read(self) -> Parts:
-        """Its numbers.  Raises DiskReadError, or NumericsError where some are not finite."""
+        """Its numbers.
+
+        Raises DiskReadError, AdapterError where a file is another than it was, and NumericsError
+        where some numbers are not finite.
+        """
+        if _stamps(self.parts) != self.stamps:
+            raise AdapterError(
+                f"{self.file.path} has changed since it was loaded: unload the adapter, and load "
+                "it again"
+            )
         downs: dict[tuple[str, int], torch.Tensor] = {}
         found: dict[BlockId, dict[str, LowRank]] = {}
         for part in self.parts:
@@ -98,7 +110,8 @@ def bind_adapter(spec: ModelSpec, file: AdapterFile) -> BoundAdapter:
     places = [(part.block, part.name) for part in parts]
     if twice := next((place for place in places if places.count(place) > 1), None):
         raise AdapterError(f"{file.path} changes {twice[1]} of {twice[0]} twice")
-    return BoundAdapter(file, tuple(parts), _fingerprint(parts))
+    stamps = _stamps(parts)
+    return BoundAdapter(file, tuple(parts), _fingerprint(parts), stamps)
 
 
 class _Layers:
@@ -175,6 +188,16 @@ def _tail(name: str) -> str:
     """What is behind the first "layers." of a name; "" where there is none, or not of text."""
     before, _, behind = name.partition("layers.")
     return "" if any(word in before for word in ("vis", "audio", "mtp")) else behind
+
+
+def _stamps(parts: Iterable[BoundPart]) -> dict[Path, tuple[int, int]]:
+    """Size and time of change of each file.  Raises DiskReadError."""
+    files = {part.matrices.up.file for part in parts} | {part.matrices.down.file for part in parts}
+    try:
+        found = {file: file.stat() for file in files}
+    except OSError as error:
+        raise DiskReadError(f"an adapter's file cannot be read ({os_reason(error)})") from error
+    return {file: (stat.st_size, stat.st_mtime_ns) for file, stat in found.items()}
 
 
 def _fingerprint(parts: list[BoundPart]) -> str:

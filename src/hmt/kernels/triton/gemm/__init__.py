@@ -26,5 +26,6 @@ by gemv_mma.py, gemv_float.py and gemv_blocks.py, and with other weights one aft
 splitk_reduce.py adds the parts of products whose inputs several programs divide.  What kernels are
 made of: unpack.py, unpack_words.py, tile_weights.py, mma_fragments.py, gemv_w4_mma.py,
 gemv_w4_activations.py, wgmma_weights.py and wgmma_epilogue.py.  block_numbers.py makes numbers of
-ggml's blocks, and code_rows.py looks up rows of tables of codes.
+ggml's blocks, and code_rows.py looks up rows of tables of codes.  low_rank.py adds to products what
+low-rank adapters add.
 """

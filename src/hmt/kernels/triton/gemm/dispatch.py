@@ -30,6 +30,7 @@ from hmt.kernels.triton.gemm.gemv_mma import multiply_mma, take_mma_at_once, tak
 from hmt.kernels.triton.gemm.gemv_w4_launch import multiply_one, takes_one_token
 from hmt.kernels.triton.gemm.gemv_w8 import takes_one_row
 from hmt.kernels.triton.gemm.int8_gemm import is_exact, many_tokens_int8, multiply_exact
+from hmt.kernels.triton.gemm.low_rank import add_low_rank
 from hmt.kernels.triton.gemm.skinny_launch import (
     are_chunks,
     multiply_chunks,
@@ -40,6 +41,7 @@ from hmt.kernels.triton.gemm.skinny_launch import (
 from hmt.kernels.triton.single_tokens import are_single, single_tokens
 
 __all__ = [
+    "add_low_rank",
     "dequantize",
     "linear",
     "linear_add",
