@@ -162,6 +162,17 @@ def test_layers_that_predict_further_tokens_are_left_out_by_name(tmp_path: Path)
     assert agreed.float().mean() > 0.85
 
 
+def test_a_search_that_is_ended_ends_with_what_ended_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def ended(*args: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hmt.quant.methods.awq._rounded", ended)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(model, tmp_path / "out", options(method="awq"))
+
+
 def test_names_of_methods():
     assert open_procedure("rtn").method == Rounding()
     assert open_procedure("awq").scaling == AWQ() and open_procedure("awq").method == Clipping()

@@ -15,7 +15,7 @@ from small_models import MOE, checkpoint, contents, options, use_observing
 from hmt.base.errors import BudgetError, ConfigError, DiskWriteError
 from hmt.quantizing import quantize
 
-CALIBRATED = "rotate,awq,observing"  # what is done to weights before, too
+CALIBRATED = "rotate,smoothquant,observing"  # what is done to weights before, too
 
 
 class Killed(BaseException):
