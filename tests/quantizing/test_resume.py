@@ -18,7 +18,7 @@ from hmt.quantizing import quantize
 
 pytestmark = pytest.mark.usefixtures("quick_processes")
 
-CALIBRATED = "rotate,awq,observing"  # what is done to weights before, too
+CALIBRATED = "rotate,smoothquant,observing"  # what is done to weights before, too
 
 
 class Killed(BaseException):

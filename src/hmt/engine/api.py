@@ -24,7 +24,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.engine_core import EngineCore
 from hmt.engine.engine_thread import EngineThread
 from hmt.engine.input_processor import InputProcessor
-from hmt.engine.loading.allocate import allocate_draft, allocate_on
+from hmt.engine.loading.on_thread import allocate_draft, allocate_on
 from hmt.engine.loading.prepared import Prepared, PreparedDraft
 from hmt.engine.outputs.output_processor import OutputProcessor, TokenListener
 from hmt.engine.run_summary import RankAccount, RunSummary

@@ -1,6 +1,7 @@
 """A layer's changes: its rotation, known beforehand, and factors that its activations give."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -88,12 +89,13 @@ def _scale(
 ) -> None:
     """Find the factors of one folding, and add them to `changes`."""
 
-    def weights() -> Iterator[tuple[Tensor, Target]]:
+    def weights() -> Generator[tuple[Tensor, Target]]:
         for place, target in scaled.targets.items():
             with store.lease(place.block) as params:
                 yield changes.of(place, ops.dequantize(params[place.name], torch.float32)), target
 
-    factors = scaling.factors(inputs, weights())
+    with closing(weights()) as behind:  # what is leased is given back where this is ended
+        factors = scaling.factors(inputs, behind)
     with store.lease(scaled.folding.before.block) as params:
         fold(changes, scaled.folding, factors, {name: w.data for name, w in params.items()})
 
