@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from hmt.contracts.machine import Machine
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Those about models that are on this machine, or may come to it."""
-    models.add_commands(app)
-
-
 def first_run() -> None:
     """Print the table; on a terminal, let a model be chosen, download it and chat."""
     machine, config, host_bytes = this_machine()

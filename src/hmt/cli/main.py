@@ -17,7 +17,7 @@ from hmt.cli import (
     convert,
     doctor,
     eval,
-    first_run,
+    models,
     plan,
     probe,
     quantize,
@@ -39,7 +39,7 @@ app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
-first_run.add_commands(app)
+models.add_commands(app)
 app.command("convert")(convert.convert)
 app.command("quantize")(quantize.quantize)
 app.add_typer(calibrate.app, name="calibrate")
@@ -68,7 +68,9 @@ def hmt(
     Without a command: shows what this machine can run, and lets one be chosen.
     """
     if context.invoked_subcommand is None:
-        first_run.first_run()
+        from hmt.cli.first_run import first_run
+
+        first_run()
 
 
 def main() -> NoReturn:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, closing
 
 from hmt.base import flags
 from hmt.base.trace import Tracer
-from hmt.contracts.plan import Tier
+from hmt.contracts.plan import Plan, Tier
 from hmt.engine.config import EngineConfig
 from hmt.engine.experts.trace_recorder import open_trace
 from hmt.engine.images import open_images
@@ -39,12 +39,7 @@ def allocate(
     """
     plan, model = prepared.plan, prepared.model
     with ExitStack() as stack:
-        accounts = {
-            purpose: ledger.open(Tier.HOST, purpose, nbytes)
-            for purpose, nbytes in plan.reserved.items()
-        }
-        for account in accounts.values():
-            stack.callback(account.close)
+        accounts = _accounts(plan, ledger, stack)
         _leave_to_torch(accounts["activations"], stack)
         pools = _pools(accounts, prepared)
         for pool in pools.values():
@@ -105,6 +100,14 @@ def allocate(
             images=images,
             copies=copies,
         )
+
+
+def _accounts(plan: Plan, ledger: Ledger, stack: ExitStack) -> dict[str, Account]:
+    """One for each purpose of the host's memory, as large as the plan says."""
+    return {
+        purpose: stack.enter_context(closing(ledger.open(Tier.HOST, purpose, nbytes)))
+        for purpose, nbytes in plan.reserved.items()
+    }
 
 
 def _leave_to_torch(activations: Account, stack: ExitStack) -> None:
