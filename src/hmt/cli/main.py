@@ -25,7 +25,6 @@ from hmt.cli import (
     serve,
     simulate,
     streams,
-    verify,
 )
 from hmt.cli.retired_flags import by_new_names
 
@@ -43,7 +42,6 @@ models.add_commands(app)
 app.command("convert")(convert.convert)
 app.command("quantize")(quantize.quantize)
 app.add_typer(calibrate.app, name="calibrate")
-app.command("verify")(verify.verify)
 app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)
 app.command("eval")(eval.evaluate)

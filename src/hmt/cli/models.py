@@ -7,7 +7,7 @@ import typer
 
 from hmt.base.errors import ConfigError, HMTError
 from hmt.base.units import format_bytes
-from hmt.cli import inspect
+from hmt.cli import inspect, verify
 from hmt.cli.console import working
 
 NameArgument = Annotated[
@@ -20,8 +20,9 @@ NameArgument = Annotated[
 
 
 def add_commands(app: typer.Typer) -> None:
-    """`inspect`, `pull`, `list` and `rm`."""
+    """`inspect`, `verify`, `pull`, `list` and `rm`."""
     app.command("inspect")(inspect.inspect)
+    app.command("verify")(verify.verify)
     app.command("pull")(pull)
     app.command("list")(list_models)
     app.command("rm")(remove)

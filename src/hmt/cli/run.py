@@ -22,7 +22,6 @@ from hmt.cli.options import (
 )
 from hmt.cli.plan_options import suggesting
 from hmt.cli.remembered import settled
-from hmt.planner.catalogue import known_models
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
@@ -160,6 +159,8 @@ def answer_or_chat(job: Job) -> None:
 
 
 def _is_prompt(text: str) -> bool:
+    from hmt.planner.catalogue import known_models
+
     if not text.strip():
         return True
     try:
