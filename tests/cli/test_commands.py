@@ -27,6 +27,10 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "host_memory": "8MiB",
         "gpu_memory": "1GiB",
         "gpus": "fake",
+        "tp": 1,  # several go with few of the others
+        "ep": 1,
+        "adapter": [f"own={tmp_path}"],
+        "adapter_memory": "1MiB",
         "quant": "w4a8",
         "context": 512,
         "dtype": "float32",

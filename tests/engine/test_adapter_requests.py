@@ -101,11 +101,13 @@ def test_a_row_without_an_adapter_has_the_bits_that_it_has_alone(model: LoadedMo
     assert torch.equal(model.logits(tokens, range(24), prefill=20), wanted)
 
 
-@pytest.mark.parametrize("quantization", ["w4a8", "w8a16", "mxfp4a8"])
+@pytest.mark.parametrize(
+    ("quantization", "limit"), [("w4a8", 0.4), ("w8a16", 0.05), ("mxfp4a8", 0.65)]
+)
 def test_quantised_weights_have_the_same_added(
-    quantization: str, adapters: tuple[Path, dict[str, Any]]
+    quantization: str, limit: float, adapters: tuple[Path, dict[str, Any]]
 ) -> None:
-    """What an adapter changes is nearly what it changes of weights as they are."""
+    """What an adapter changes is nearly what it changes of weights as they are, by their bits."""
     tokens, changes = prompt(7, 30), []
     for quant in (None, quantization):
         with hmt.Engine(
@@ -115,7 +117,7 @@ def test_quantised_weights_have_the_same_added(
             bare = loaded.logits(tokens, range(30))
             changes.append(loaded.logits(tokens, range(30), adapter="own") - bare)
     exact, rounded = changes
-    assert float((rounded - exact).norm() / exact.norm()) < 0.35
+    assert float((rounded - exact).norm() / exact.norm()) < limit
 
 
 @pytest.mark.parametrize("gpus", ["fake", "fake,fake"])
