@@ -201,8 +201,19 @@ def test_methods_that_cannot_be_are_said(method: str, message: str):
 
 
 def test_families_of_other_structure_are_refused(tmp_path: Path):
-    folder = Path(__file__).parents[2] / "assets" / "mini-vision"
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96}
+    folder = tmp_path / "gemma"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **small)).save_pretrained(
+        folder
+    )
     with pytest.raises(ConfigError, match="cannot be rotated, only those of DeepseekV2"):
-        quantize(folder, tmp_path / "out", options(method="rotate"))
+        prepare(folder, options(method="rotate"))
     with pytest.raises(ConfigError, match="can be scaled is not known"):
-        quantize(folder, tmp_path / "out", options(method="awq"))
+        prepare(folder, options(method="awq"))
+
+
+def test_what_sees_images_is_not_rotated(tmp_path: Path):
+    folder = Path(__file__).parents[2] / "assets" / "mini-vision"
+    with pytest.raises(ConfigError, match="features would have to be rotated"):
+        quantize(folder, tmp_path / "out", options(method="rotate"))
