@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from gguf import quants
 from torch import Tensor
 
 from hmt.contracts.encoding import Encoding
@@ -50,6 +49,8 @@ def block_integers(encoding: Encoding, raw: Tensor) -> Integers:
 @cache
 def grid(encoding: Encoding) -> Tensor:
     """The table of an IQ type: int8 [entries, 8 or 4]; of IQ1_S and IQ1_M -1, 0 and 1."""
+    from gguf import quants  # imports mistral_common where that is there, which takes half a second
+
     source = getattr(quants, encoding.name)
     source.init_grid()
     return torch.from_numpy(source.grid.astype(np.int8)).reshape(source.grid_shape)
