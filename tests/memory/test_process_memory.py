@@ -1,5 +1,6 @@
 """What the C library's heap keeps for activations, by the page faults that the kernel counts."""
 
+import resource
 import subprocess
 import sys
 
@@ -12,7 +13,9 @@ from hmt.memory import keep_freed_activations
 
 MIB = 1 << 18  # numbers in f32
 PR_SET_THP_DISABLE = 41  # how many huge pages the kernel has would decide how many faults there are
-ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+# Plain ints leave the upper halves of registers as they are, and the kernel may refuse those.
+refused = ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, *map(ctypes.c_ulong, (1, 0, 0, 0)))
+assert not refused
 keep_freed_activations(int(sys.argv[1]))
 keep_freed_activations(0)  # another model, which needs less
 
@@ -45,4 +48,5 @@ def faults_of_layers(kept_bytes: int) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="options of glibc's heap")
 def test_freed_activations_are_used_again_without_page_faults() -> None:
-    assert faults_of_layers(256 << 20) < faults_of_layers(0) / 3
+    """Less than the pages of one of the 18 layers: what a heap keeps by itself is by chance."""
+    assert faults_of_layers(256 << 20) < (64 << 20) // resource.getpagesize()
