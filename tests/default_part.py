@@ -105,7 +105,7 @@ def _try_a_third(item: pytest.Item) -> None:
     function: Any = getattr(item, "obj", None)
     function = getattr(function, "__func__", function)
     if getattr(function, "is_hypothesis_test", False):
-        # The test case of a state machine has settings of its own, which are public.
+        # The test case of a state machine has other settings, which are public.
         _set_third(function, "_hypothesis_internal_use_settings")
         _set_third(getattr(item, "cls", None), "settings")
 

@@ -47,7 +47,7 @@ class ForkServer:
             return int.from_bytes(_received(self._socket, 8), "little")
 
     def close(self) -> None:
-        """It ends when nobody asks any more."""
+        """It ends when its socket is closed."""
         self._socket.close()
         self._process.wait()
 
@@ -171,7 +171,7 @@ def _run(request: dict[str, Any], streams: list[int]) -> None:
 
 
 def main() -> None:
-    """Import, fork for whoever asks, and run in the new process what was asked."""
+    """Import, fork for each request, and run it in the new process."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

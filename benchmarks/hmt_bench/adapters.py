@@ -1,6 +1,6 @@
 """What low-rank adapters cost: decoding without any, with one, and with another for each request.
 
-All three by turns in one process, over one model, so that what else the machine does meets all.
+All three interleaved in one process, over one model, so that what else the machine does meets all.
 """
 
 import json

@@ -83,7 +83,7 @@ def test_a_preset_and_remembered_settings_fill_what_was_not_given(hmt):
         EngineOptions(preset="fast").arguments()
 
     prompt = ("What is 12 + 30?", "--no-summary")
-    model = "mini-dense-of-nobody"
+    model = "mini-dense-unknown"
     settings_file().parent.mkdir(parents=True)
     settings_file().write_text(f'["{model}"]\ncontext = 256\ntrace = "a.json"\n')
     options = with_settings(EngineOptions(threads=1), model)

@@ -81,19 +81,21 @@ def test_ranges_of_keys_make_fewer_bits_lose_less() -> None:
     own = calibration.ranges[0]
     assert torch.allclose(own.middle, key.mean(0), atol=1e-5)
     query = torch.randn(5, 6, 64)
-    assert torch.allclose(own.keys(own.kept(key)), key, atol=1e-4)
+    assert torch.allclose(own.restored(own.normalized(key)), key, atol=1e-4)
     exact, lost = scores(query, key), []
-    assert torch.allclose(scores(own.asked(query), own.kept(key)), exact, atol=1e-2)
-    for kept, asked in ((key, query), (own.kept(key), own.asked(query))):
+    assert torch.allclose(scores(own.scaled_query(query), own.normalized(key)), exact, atol=1e-2)
+    for kept, asked in ((key, query), (own.normalized(key), own.scaled_query(query))):
         codes, scales = encode_rows(PageEncoding.INT4, kept)
         rounded = (codes - 8.0) * scales.float().repeat_interleave(32, -1)
         lost.append(float((scores(asked, rounded) - exact).square().mean()))
     assert lost[1] < lost[0] / 4
     weights = torch.softmax(exact, -1)  # of queries' heads, three to each head of keys
-    found = torch.einsum("qhk,khd->qhd", weights, own.kept(key).repeat_interleave(3, 1))
+    found = torch.einsum("qhk,khd->qhd", weights, own.normalized(key).repeat_interleave(3, 1))
     wanted = torch.einsum("qhk,khd->qhd", weights, key.repeat_interleave(3, 1))
-    assert torch.allclose(own.values(found)[..., :32], own.values(found[..., :32]))
-    assert torch.allclose(own.values(found), wanted, atol=1e-4)
+    assert torch.allclose(
+        own.restored_values(found)[..., :32], own.restored_values(found[..., :32])
+    )
+    assert torch.allclose(own.restored_values(found), wanted, atol=1e-4)
 
 
 def scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,10 @@ TOKENS = torch.randint(8, 4000, (70,), generator=torch.Generator().manual_seed(0
 REQUESTS = [hmt.Request(TOKENS[first : first + 30], 12, ignore_eos=True) for first in (0, 9, 30)]
 Answers = tuple[torch.Tensor, list[tuple[int, ...]]]
 whole = pytest.mark.whole
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
 
 
 def answers(path: Path, **options: Any) -> Answers:
@@ -68,7 +72,7 @@ def alone() -> Callable[..., Answers]:
 @pytest.mark.parametrize(
     ("path", "ranks"),
     [
-        (MINI_DENSE, {"tp": 3}),  # two heads of keys and values: two ranks share one
+        (MINI_DENSE, {"tp": 3}),  # two KV heads: two ranks share one
         (MINI_MOE, {"ep": 2}),
         (MINI_MOE, {"tp": 2}),
         pytest.param(MINI_DENSE, {"tp": 2}, marks=whole),
@@ -100,7 +104,7 @@ def test_published_weights(
 def test_packs_and_weights_that_are_quantised_on_load(
     path: Path, scheme: str, tmp_path: Path, alone: Callable[..., Answers]
 ) -> None:
-    """Groups are cut where they end: the same codes, whoever has them."""
+    """Groups are cut where they end: the same codes on every rank."""
     wanted = alone(path, quantization=scheme)
     convert(path, tmp_path / "pack", EngineConfig.resolve(quantization=scheme))
     with ranks_as_threads():
@@ -139,9 +143,9 @@ def test_weights_that_do_not_fit_are_read_in_the_middle(alone: Callable[..., Ans
     assert_same(there, alone(MINI_MOE))
 
 
-@pytest.mark.parametrize("gpus", ["fake,fake", pytest.param("0,1", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("gpus", ["fake,fake", pytest.param("0,1", marks=TWO_GPUS)])
 @pytest.mark.parametrize("path", [MINI_DENSE, MINI_MOE], ids=["mini-dense", "mini-moe"])
-def test_each_rank_computes_on_a_gpu_of_its_own(
+def test_each_rank_computes_on_another_gpu(
     path: Path, gpus: str, monkeypatch: pytest.MonkeyPatch, alone: Callable[..., Answers]
 ) -> None:
     """With room for a part of its weights; real ones meet through NCCL, as processes."""
@@ -150,8 +154,6 @@ def test_each_rank_computes_on_a_gpu_of_its_own(
         with ranks_as_threads():
             assert_same(answers(path, tp=2, gpus=gpus, gpu_memory="6MiB"), alone(path))
         return
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     there = answers(path, tp=2, gpus=gpus)
     one = answers(path, gpus="0")
     assert there[1] == one[1]

@@ -66,7 +66,7 @@ def test_a_model_is_pulled_listed_and_removed(
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[-2:]] == [
         "small:Q4_K_M", "small:Q8_0",
     ]  # fmt: skip
-    gguf.broken = True  # what is there needs no hub
+    gguf.broken = True  # a file in the cache needs no hub
     assert located("some/model:Q4_K_M") == path
     with pytest.raises(MissingFileError, match="no complete copy"):
         located("some/model:Q2_K")

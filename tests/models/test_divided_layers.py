@@ -1,4 +1,4 @@
-"""Families whose layers several processes divide: logits are transformers', whoever has what."""
+"""Families whose layers several processes divide: logits are transformers', whatever the cuts."""
 
 import random
 import re

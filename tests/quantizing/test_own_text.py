@@ -37,14 +37,14 @@ def test_chats_come_first_and_text_adds_about_as_many_tokens(
 
 def test_what_was_written_is_kept_by_its_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("HMT_CACHE", str(tmp_path))
-    texts = iter([[[1, 2]], [[3]], [[4]], [[5]]])
-    assert _kept(["a", 1], lambda: next(texts)) == [[1, 2]]
-    assert _kept(["a", 1], lambda: next(texts)) == [[1, 2]]
+    sequences = iter([[[1, 2]], [[3]], [[4]], [[5]]])
+    assert _kept(["a", 1], lambda: next(sequences)) == [[1, 2]]
+    assert _kept(["a", 1], lambda: next(sequences)) == [[1, 2]]
     [file] = tmp_path.rglob("*.json")
-    assert _kept(["a", 2], lambda: next(texts)) == [[3]]
+    assert _kept(["a", 2], lambda: next(sequences)) == [[3]]
     for damage, again in (("[[1, 2", [[4]]), ('[["a"]]', [[5]])):
         file.write_text(damage)
-        assert _kept(["a", 1], lambda: next(texts)) == again, "what is damaged is written again"
+        assert _kept(["a", 1], lambda: next(sequences)) == again, "what is damaged is written again"
 
 
 def test_turns_that_do_not_end_follow_where_few_do(monkeypatch: pytest.MonkeyPatch):

@@ -286,7 +286,7 @@ def test_imports_are_checked_and_a_full_store_is_told(opened: Opened, tmp_path: 
     assert [one["title"] for one in again["conversations"]] == ["<script>alert(2)</script>"] * 2
     page.click("#chats-close")
 
-    # Whoever wants nothing kept gets that, and all can be deleted.
+    # Keeping can be switched off, and all can be deleted.
     page.click("#chats-button")
     page.click("#chats-remove")
     page.click("#chats-remove")

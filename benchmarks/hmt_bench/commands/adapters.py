@@ -24,7 +24,7 @@ def adapters(
     gpu_memory: Annotated[str | None, typer.Option(help="As for hmt run.")] = None,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
-    """Decode without adapters, with one, and with another for each request, by turns."""
+    """Decode without adapters, with one, and with another for each request, interleaved."""
     from hmt.bench.environment import describe
     from hmt.cli.formatting import write_json
     from hmt.hardware.machine import machine_for

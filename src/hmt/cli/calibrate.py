@@ -50,7 +50,7 @@ def kv(
         Path | None, file_to_write("File to write; beside the weights when left out.")
     ] = None,
 ) -> None:
-    """Where keys and values lie, channel by channel, for a KV cache in 8 and 4 bits.
+    """Ranges of the KV cache's numbers, channel by channel, for keeping it in 8 and 4 bits.
 
     A run with --kv-quant int4 or int8 uses it where it lies beside the weights; int8-static needs
     it.

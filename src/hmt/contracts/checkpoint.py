@@ -1,7 +1,7 @@
 """A checkpoint's tensors as byte ranges of files.  Nothing is loaded to know these."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ class TensorRecord:
     file: Path
     offset: int
     nbytes: int
+
+    def rows(self, first: int, count: int) -> "TensorRecord":
+        """Rows [first, first + count) of it, under its name."""
+        each = self.nbytes // self.shape[0]
+        shape, at = (count, *self.shape[1:]), self.offset + first * each
+        return replace(self, shape=shape, offset=at, nbytes=count * each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class RankShare:
     """A rank's part of each layer; None of what every rank has whole.
 
     rank, ranks   its number, from 0, and how many there are
-    heads         query heads, and `kv_heads` the heads of keys and values that these attend with
+    heads         query heads, and `kv_heads` the KV heads that these attend with
     width         rows of gate and up, and columns of down, of a dense network
     experts       routed experts
     collective    of these ranks

@@ -30,7 +30,7 @@ class RankGroup:
         """Wait for all ranks to connect.
 
         folder   that only these processes can read, the same for all
-        on_gpu   each rank computes on a GPU of its own, the current one: they meet through NCCL
+        on_gpu   each rank computes on another GPU, its current one: they meet through NCCL
 
         Gloo listens on the loopback interface alone.  Raises RankError, and ConfigError where torch
         was built without what it takes.

@@ -282,7 +282,7 @@ def check_ranks(config: EngineConfig) -> None:
         "profile": (config.profile, "a profile says what one process gets"),
         "kv_gpu_memory": (
             config.kv_gpu_memory_bytes,
-            "each process keeps its heads' keys and values",
+            "each process keeps the KV cache of its heads",
         ),
         "prefix_cache": (
             config.prefix_cache,

@@ -103,13 +103,14 @@ def remove_downloaded(source: str) -> int:
 
     match = _NAMED.fullmatch(source)
     models = [one for one in downloaded() if match and one.source.split(":")[0] == match["name"]]
+    missing = MissingFileError(f"{source} is not in the cache: hmt list shows its models")
     if not match or not models:
-        raise MissingFileError(f"{source} is not in the cache: hmt list shows what is there")
+        raise missing
     if match["type"] is not None:
         names = {path.name: path for one in models for path in one.paths}
         chosen = [name for name in gguf_files(names, match["type"]) if "mmproj" not in name.lower()]
         if not chosen:
-            raise MissingFileError(f"{source} is not in the cache: hmt list shows what is there")
+            raise missing
         if len(chosen) < len(names):  # others of the repository stay
             return sum(_delete(names[name]) for name in chosen)
     cache = scan_cache_dir(constants.HF_HUB_CACHE)

@@ -37,26 +37,26 @@ class KeyRange:
         """The same on a device."""
         return KeyRange(self.middle.to(device), self.spread.to(device))
 
-    def kept(self, key: Tensor) -> Tensor:
-        """What is kept of keys [tokens, heads, key_dim], in their dtype."""
+    def normalized(self, key: Tensor) -> Tensor:
+        """Keys [tokens, heads, key_dim] as the cache has them, in their dtype."""
         return ((key.float() - self.middle) / self.spread).to(key.dtype)
 
-    def keys(self, kept: Tensor) -> Tensor:
-        """The keys that `kept` was of."""
+    def restored(self, kept: Tensor) -> Tensor:
+        """The keys that `normalized` was given."""
         return (kept.float() * self.spread + self.middle).to(kept.dtype)
 
-    def asked(self, query: Tensor) -> Tensor:
-        """Queries [tokens, q_heads, key_dim] whose scores with `kept` keys are those with keys.
+    def scaled_query(self, query: Tensor) -> Tensor:
+        """Queries [tokens, q_heads, key_dim] whose scores with normalized keys are those with keys.
 
         But for a number that is the same for all keys of a row.
         """
         by_head = query.unflatten(1, (len(self.spread), -1))
         return (by_head * self.spread[:, None].to(query.dtype)).flatten(1, 2)
 
-    def values(self, found: Tensor) -> Tensor:
+    def restored_values(self, found: Tensor) -> Tensor:
         """Attention [tokens, q_heads, value_dim] to values that are the first numbers of keys.
 
-        found   the same to those of `kept` keys
+        found   the same to those of normalized keys
         """
         dim = found.shape[-1]
         by_head = found.float().unflatten(1, (len(self.spread), -1))

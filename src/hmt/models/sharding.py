@@ -146,7 +146,7 @@ def _spans(count: int, ranks: int, unit: int, what: str) -> list[Span | None]:
 def _head_spans(
     config: Config, units: Units, ranks: int
 ) -> tuple[list[Span | None], list[Span | None]]:
-    """Query heads of each rank, and the heads of keys and values that they attend with.
+    """Query heads of each rank, and the KV heads that they attend with.
 
     Where there are fewer of these than ranks, several ranks have the same one.
     """
@@ -154,7 +154,7 @@ def _head_spans(
     group = heads // kv_heads
     if ranks <= kv_heads:
         unit = lcm(units.kv_heads, units.heads // gcd(units.heads, group))
-        keys = _spans(kv_heads, ranks, unit, f"{kv_heads} heads of keys and values")
+        keys = _spans(kv_heads, ranks, unit, f"{kv_heads} KV heads")
         queries = [
             None if span is None else Span(span.first * group, span.end * group, heads)
             for span in keys
@@ -163,7 +163,7 @@ def _head_spans(
     found: list[tuple[Span, Span]] = []
     sharers = [end - first for first, end in _evenly(ranks, kv_heads)]
     for head, count in enumerate(sharers):
-        what = f"{group} query heads of each of {kv_heads} heads of keys and values"
+        what = f"{group} query heads of each of {kv_heads} KV heads"
         for span in _spans(group, count, units.heads, what):
             assert span is not None
             first = head * group
@@ -171,7 +171,7 @@ def _head_spans(
             found.append((own, Span(head, head + 1, kv_heads)))
     if units.kv_heads > 1:
         raise ConfigError(
-            f"{kv_heads} heads of keys and values cannot be divided among {ranks} processes: "
+            f"{kv_heads} KV heads cannot be divided among {ranks} processes: "
             f"{units.kv_heads} of them belong together in the weights' encoding"
         )
     found.sort(key=lambda spans: -spans[0].count)

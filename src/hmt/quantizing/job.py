@@ -82,9 +82,9 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
     layouts = lay_out(bound, target(Scheme()))
     architecture, rotation = model.spec.architecture, None
     if procedure.rotation is not None:
-        if model.spec.architecture not in checkpoint.config.get("architectures", ()):
+        if architecture not in checkpoint.config.get("architectures", ()):
             raise ConfigError(
-                f"{path} is {model.spec.architecture} within another model, such as one that sees "
+                f"{path} is {architecture} within another model, such as one that sees "
                 "images, whose features would have to be rotated, too: leave rotate out of --method"
             )
         rotation = hidden_rotation(model.spec, procedure.rotation)

@@ -131,7 +131,7 @@ class LayerWriter:
 
     def _write_changed(self, record: TensorRecord, places: Sequence[ParamId]) -> None:
         """A tensor of parameters of which something becomes before all else is written."""
-        if self._work.index != TRUNK:
+        if self._work.index != TRUNK or record.dtype == "F8_E4M3":
             if record.dtype == "F8_E4M3":
                 numbers = self._numbers(record)
             else:
@@ -145,11 +145,7 @@ class LayerWriter:
         row_bytes = record.nbytes // record.shape[0]
         step = max(1, PIECE_BYTES // row_bytes) if len(record.shape) > 1 else record.shape[0]
         for first in range(0, record.shape[0], step):
-            shape = (min(step, record.shape[0] - first), *record.shape[1:])
-            part = replace(
-                record, shape=shape, offset=record.offset + first * row_bytes,
-                nbytes=shape[0] * row_bytes,
-            )  # fmt: skip
+            part = record.rows(first, min(step, record.shape[0] - first))
             numbers = tensor(part, DTYPES[record.dtype])
             changed = self._changes.of(places[0], numbers.float()).to(numbers.dtype)
             self._shard.write_bytes(record.name, first * row_bytes, bytes_of(changed))

@@ -10,12 +10,11 @@ from torch import Tensor
 from hmt.contracts.blocks import TRUNK
 from hmt.kernels import ops
 from hmt.quant.methods.interface import Scaling, Statistics, Target
-from hmt.quant.repacking.bits import DTYPES
 from hmt.quantizing.changes import Changes, fold
 from hmt.quantizing.collecting import collect
 from hmt.quantizing.hidden_states import HiddenStates
 from hmt.quantizing.job import Job
-from hmt.quantizing.shards import bytes_of, read_at
+from hmt.quantizing.source_tensors import numbers
 from hmt.quantizing.statistics import nbytes as statistics_bytes
 from hmt.quantizing.structure import Folding, ParamId, foldings
 from hmt.quantizing.units import LayerWork
@@ -120,8 +119,5 @@ def trunk_changes(job: Job) -> Changes:
     for record in trunk.copied:
         for place in trunk.places.get(record.name, ()):
             if place in job.rotation.norms(TRUNK):
-                stored = torch.empty(record.shape, dtype=DTYPES[record.dtype])
-                with record.file.open("rb", buffering=0) as file:
-                    read_at(file.fileno(), bytes_of(stored), record.offset)
-                norms[place] = stored.float()
+                norms[place] = numbers(record).float()
     return job.rotation.trunk(norms)

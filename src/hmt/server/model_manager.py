@@ -101,7 +101,7 @@ class ModelManager:
             self.loading[name] = 0.0
 
             def progress(done_bytes: int, total_bytes: int) -> None:  # on the engine's thread
-                if name in self.loading:  # else nobody waits for it
+                if name in self.loading:  # else no request waits for it
                     self.loading[name] = done_bytes / max(1, total_bytes)
 
             loading = asyncio.to_thread(

@@ -253,7 +253,7 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The vocabulary and added tokens, which nobody else may change."""
+        """The vocabulary and added tokens, which callers must not change."""
         return self._backend
 
     @property

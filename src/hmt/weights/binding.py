@@ -278,7 +278,7 @@ def _rows_of_part(part: PublishedPart, param: ParamSpec, whole: Published) -> Fi
 def _check_tiles(name: str, rows: tuple[int, int], height: int, all_rows: int) -> None:
     """Raise ShapeError unless rows are whole tiles; the last one may have fewer rows.
 
-    Of a tile that all rows lie in, any rows are: they share its scales whoever has them.
+    Of a tile that all rows lie in, any rows are: they share its scales on every rank.
     """
     first, end = rows
     if height >= all_rows:

@@ -143,9 +143,9 @@ def key_ranges(
 ) -> dict[int, KeyRange]:
     """Where keys of `layers` lie, by index, from the file beside the weights.
 
-    Empty where no level keeps keys in 8 or 4 bits with scales of their own, or there is no file.
-    One of other weights, or of shorter texts than `context`, is left out, and a warning says so:
-    keys that turn slowly lie elsewhere at later positions, and lose more then than without.
+    Empty where no level keeps keys in 8 or 4 bits with scales of its pages, or there is no file.
+    One of other weights, or of shorter sequences than `context`, is left out, and a warning says
+    so: keys that turn slowly lie elsewhere at later positions, and lose more then than without.
     Raises ConfigError where it is damaged.
     """
     file = scales_beside(source.path)
@@ -159,8 +159,9 @@ def key_ranges(
         return {}
     if (positions := positions_of(file)) < context:
         logger.warning(
-            "%s was made of texts of up to %d tokens, and is not used for keys at %d positions: "
-            "`hmt calibrate kv %s --length %d` makes it anew, or give a smaller --context",
+            "%s was made of sequences of up to %d tokens, and is not used for keys at %d "
+            "positions: `hmt calibrate kv %s --length %d` makes it anew, or give a smaller "
+            "--context",
             file, positions, context, source.path, context,
         )  # fmt: skip
         return {}

@@ -124,7 +124,7 @@ def scope_of(sequence: "SequenceState", border: RotaryBorder | None, *, shared: 
     """What two requests must have in common, besides their tokens, to share KV pages.
 
     The owner, unless prefixes are `shared`; the request's own salt; what `salt_of` says; and its
-    adapter, which changes all keys and values.  No two of these are written alike, and a request
+    adapter, which changes all of the KV cache.  No two of these are written alike, and a request
     without any has the scope "".
     """
     salt = salt_of(sequence, border)

@@ -35,7 +35,7 @@ _BOOT: Final = (
 _ROOT: Final = str(Path(__file__).parents[3])
 _LAST_WORDS_S: Final = 2.0  # after a sum fails, until a worker's own reason has come
 _GOODBYE_S: Final = 10.0  # for a worker that was told to end
-# Options that all ranks have; what a rank has of its own is passed beside them.
+# Options that all ranks have; what differs by rank is passed beside them.
 _SAME: Final = (
     "activations", "check_weights", "disk_chunk_bytes", "disk_depth", "disk_reader", "dtype",
     "executor", "expert_cache_policy", "expert_prefetch", "gpu_memory_bytes", "gpus",

@@ -1,6 +1,6 @@
-"""What the file of an adapter has, whoever wrote it."""
+"""What the file of an adapter has, in either format."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -65,10 +65,3 @@ def checked(matrices: AdapterMatrices, path: Path) -> AdapterMatrices:
                 f"{', '.join(FLOATS)}: convert it"
             )
     return matrices
-
-
-def rows_of(record: TensorRecord, first: int, rows: int) -> TensorRecord:
-    """Some rows of a tensor as one of its own."""
-    each = record.nbytes // record.shape[0]
-    shape = (rows, *record.shape[1:])
-    return replace(record, shape=shape, offset=record.offset + first * each, nbytes=rows * each)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from hmt.base.errors import AdapterError, HeaderError, HMTError, ShapeError
 from hmt.contracts.checkpoint import TensorRecord
-from hmt.formats.adapters.contents import AdapterFile, AdapterMatrices, checked, rows_of
+from hmt.formats.adapters.contents import AdapterFile, AdapterMatrices, checked
 from hmt.formats.gguf.architecture import Architecture
 from hmt.formats.gguf.architectures import ARCHITECTURES
 from hmt.formats.gguf.header import GgufHeader, read_gguf
@@ -119,5 +119,4 @@ def _down_of(down: TensorRecord, part: AdaptedPart) -> TensorRecord:
     """lora_a of one expert, or as it is."""
     if len(down.shape) != 3:
         return down
-    own = rows_of(down, part.expert, 1)
-    return replace(own, shape=down.shape[1:])
+    return replace(down.rows(part.expert, 1), shape=down.shape[1:])

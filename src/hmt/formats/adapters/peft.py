@@ -37,7 +37,7 @@ _REFUSED: Final = {
     "target_parameters": "it changes parameters that are no linear layers",
     "alora_invocation_tokens": "it begins only behind some tokens (aLoRA)",
     "use_qalora": "its inputs are pooled (QALoRA)",
-    "lora_bias": "it adds biases of its own",
+    "lora_bias": "it adds biases",
     "use_bdlora": "its matrices are block-diagonal (BD-LoRA)",
     "arrow_config": "it chooses among other adapters (Arrow)",
     "monteclora_config": "its matrices are drawn at random",

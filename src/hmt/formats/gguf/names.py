@@ -341,24 +341,18 @@ def _heads_of(record: TensorRecord, names: Names) -> Iterator[tuple[str, TensorR
         )
     at = 0
     for part, rows in (("attn_q", query), ("attn_k", key), ("attn_v", key)):
-        yield part, _rows_of(record, at, rows)
+        yield part, record.rows(at, rows)
         at += rows
 
 
 def _halves(record: TensorRecord) -> tuple[TensorRecord, TensorRecord]:
     rows = record.shape[0] // 2
-    return _rows_of(record, 0, rows), _rows_of(record, rows, rows)
-
-
-def _rows_of(record: TensorRecord, first: int, rows: int) -> TensorRecord:
-    each = record.nbytes // record.shape[0]
-    at = record.offset + first * each
-    return replace(record, shape=(rows, *record.shape[1:]), offset=at, nbytes=rows * each)
+    return record.rows(0, rows), record.rows(rows, rows)
 
 
 def _stacked(record: TensorRecord) -> Iterator[TensorRecord]:
     for index in range(record.shape[0]):
-        one = _rows_of(record, index, 1)
+        one = record.rows(index, 1)
         yield replace(one, shape=record.shape[1:])
 
 

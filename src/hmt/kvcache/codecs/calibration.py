@@ -126,7 +126,7 @@ def weights_of(file: Path) -> str | None:
 
 
 def positions_of(file: Path) -> int:
-    """How long the texts of a calibration were; 0 where it does not say.
+    """How long the sequences of a calibration were; 0 where it does not say.
 
     Raises as `weights_of`.
     """

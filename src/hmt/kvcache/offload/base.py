@@ -64,7 +64,7 @@ class OffloadedKVBase(ABC, KVCache):
     def append(self, layer: int, step: Step, key: torch.Tensor, value: torch.Tensor | None) -> None:
         kept = self.kept(layer)
         if layer in self._ranges:
-            key = self._ranges[layer].kept(key)
+            key = self._ranges[layer].normalized(key)
         runs = kept.appended(self.device_segments(layer, step))
         ops.append_pages(kept.pages, kept.slot, runs, key, value)
 
@@ -100,8 +100,8 @@ class OffloadedKVBase(ABC, KVCache):
         """`_attend_whole` of a layer of `_ranges`."""
         assert sinks is None and not options["softcap"], "scores count relative to each other"
         own, latent = self._ranges[layer], self.kept(layer).pages.layout.latent
-        out = self._attend_whole(layer, step, own.asked(query), None, options)
-        return own.values(out) if latent else out
+        out = self._attend_whole(layer, step, own.scaled_query(query), None, options)
+        return own.restored_values(out) if latent else out
 
     @override
     def append_attend(

@@ -275,10 +275,10 @@ class TieredKV(OffloadedKVBase):
     def _as_given(
         self, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of what was read of a layer without a window."""
+        """K and V of what was read of a layer without a window."""
         if layer not in self._ranges:
             return key, value
-        key = self._ranges[layer].keys(key)
+        key = self._ranges[layer].restored(key)
         layout = self.kept(layer).pages.layout
         return key, key[..., : layout.value_dim] if layout.latent else value
 

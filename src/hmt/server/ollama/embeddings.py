@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.post("/api/embed")
 async def embed(body: EmbedBody, request: Request) -> Response:
-    """Embed texts."""
+    """Embed one or several inputs."""
     begin, service = time.perf_counter(), served(request, body.model)
     told: dict[str, Any] = {"model": body.model, "embeddings": []}
     if not body.texts:

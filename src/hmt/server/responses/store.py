@@ -21,7 +21,7 @@ class StoredResponse:
     response  as JSON
     given     the items of its input, as a JSON list; each has an id
     previous  the response that it goes on from
-    ids       of the items of its input, and of its own
+    ids       of the items of its input and its output
     """
 
     owner: str

@@ -14,6 +14,7 @@ from hmt.contracts.blocks import BlockId, BlockKind, ParamSpec, Role
 from hmt.contracts.checkpoint import TensorRecord
 from hmt.contracts.model import ModelSpec
 from hmt.formats.adapters import AdapterFile, AdapterMatrices
+from hmt.quant.repacking.bits import DTYPES
 from hmt.quant.repacking.row_order import turn_back
 
 # What an adapter adds, by block and by the name of the parameter in it.
@@ -22,11 +23,6 @@ Parts = Mapping[BlockId, Mapping[str, LowRank]]
 _ADAPTED: Final = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER, BlockKind.EXPERT)
 # Which attention does not multiply with, but takes apart: see layers/latent.
 _TAKEN_APART: Final = ("kv_b_proj",)
-_FLOATS: Final = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
 _ROUTER: Final = "router"
 _READ_BYTES: Final = 1 << 20
 
@@ -107,9 +103,12 @@ def bind_adapter(spec: ModelSpec, file: AdapterFile) -> BoundAdapter:
     """
     layers = _Layers(spec)
     parts = [part for matrices in file.matrices for part in layers.parts(matrices, file)]
-    places = [(part.block, part.name) for part in parts]
-    if twice := next((place for place in places if places.count(place) > 1), None):
-        raise AdapterError(f"{file.path} changes {twice[1]} of {twice[0]} twice")
+    places: set[tuple[BlockId, str]] = set()
+    for part in parts:
+        place = part.block, part.name
+        if place in places:
+            raise AdapterError(f"{file.path} changes {part.name} of {part.block} twice")
+        places.add(place)
     stamps = _stamps(parts)
     return BoundAdapter(file, tuple(parts), _fingerprint(parts), stamps)
 
@@ -147,13 +146,7 @@ class _Layers:
             first, end = param.rows or (0, param.shape[0])
             if matrices.turned and (first % matrices.turned or end % matrices.turned):
                 raise ShapeError(f"{file.path}: {matrices.up.name!r} does not hold whole heads")
-            each = matrices.up.nbytes // matrices.up.shape[0]
-            own = replace(
-                matrices.up,
-                shape=(end - first, matrices.rank),
-                offset=matrices.up.offset + first * each,
-                nbytes=(end - first) * each,
-            )
+            own = matrices.up.rows(first, end - first)
             yield BoundPart(block, param.name, replace(matrices, up=own))
 
     def _check(
@@ -235,7 +228,7 @@ def _read(record: TensorRecord) -> torch.Tensor:
     """A matrix as published."""
     raw = bytearray()
     _pieces(record, raw.extend)
-    numbers = torch.frombuffer(raw, dtype=_FLOATS[record.dtype]).view(record.shape)
+    numbers = torch.frombuffer(raw, dtype=DTYPES[record.dtype]).view(record.shape)
     if not bool(torch.isfinite(numbers).all()):
         raise NumericsError(f"{record.file}: {record.name!r} holds numbers that are none")
     return numbers

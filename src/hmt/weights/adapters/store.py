@@ -60,7 +60,7 @@ class AdapterStore:
     def watch(self, evicted: Callable[[], None]) -> None:
         """Call `evicted`, on any thread, when an adapter leaves memory, to let go of its numbers.
 
-        Nobody computes with it then.
+        No step computes with it then.
         """
         self._watchers.append(evicted)
 
@@ -84,7 +84,7 @@ class AdapterStore:
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody holds one."""
+        """Whether any is held."""
         with self._lock:
             return any(known.uses for known in self._known.values())
 
@@ -148,7 +148,7 @@ class AdapterStore:
     def parts(self, number: int) -> Parts:
         """What an adapter that is held adds."""
         found = self._by_number[number].parts
-        assert found is not None, "a step has an adapter that nobody holds"
+        assert found is not None, "a step has an adapter that is not held"
         return found
 
     def close(self) -> None:

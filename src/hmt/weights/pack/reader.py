@@ -73,7 +73,7 @@ class Pack:
     def bound(self, spec: ModelSpec, target: Target) -> dict[BlockId, BoundBlock]:
         """The blocks of `spec` as checkpoints have theirs: parameters that can be read one by one.
 
-        They lie as the pack has them.  Checksums are of whole blocks, and nobody compares these.
+        They lie as the pack has them.  Checksums are of whole blocks, and these are not compared.
         Raises as `layouts`.
         """
         found = {}

@@ -64,7 +64,7 @@ async function show() {
   }
   const size = all.reduce((sum, one) => sum + one.bytes, 0);
   const count = all.length ? `${counted(all.length, "chat")}, ${bytes(size)}. ` : "None yet. ";
-  const where = "They are in this browser on this device and nowhere else: whoever uses it can read them, and the browser may clear them with its data.";
+  const where = "They are in this browser on this device and nowhere else: all who use it can read them, and the browser may clear them with its data.";
   say(byId("chats-about"), count + where);
   byId("chats-remove").hidden = byId("chats-export").hidden = !all.length;
   list.hidden = !all.length;

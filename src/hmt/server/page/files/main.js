@@ -95,7 +95,7 @@ function wrongKey() {
 }
 
 let chosen = null; // the model that was asked for, where there are several; null: the first one
-let comes = ""; // the model that is loaded now, as somebody chose it here
+let comes = ""; // the model that is loaded now, because it was chosen here
 let refusal = ""; // why that failed
 
 function startModels() {

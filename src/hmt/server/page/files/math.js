@@ -1,5 +1,5 @@
 // LaTeX's formulas as MathML: the part of it that models write most.  What is not known is an
-// error, and whoever asked shows the source instead.  Only elements and attributes that are named
+// error, and the caller shows the source instead.  Only elements and attributes that are named
 // here are ever made, and text stays text.  After MathML Core (W3C, 2025).
 
 import {

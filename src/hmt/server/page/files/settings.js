@@ -8,7 +8,7 @@ const PRESETS = [
   { name: "None", system: "", temperature: 0.7, longest: "" },
   { name: "Short answers", system: "Answer in as few words as are needed, without an introduction.", temperature: 0.3, longest: "" },
   { name: "Programmer", system: "You are a careful programmer. Give complete code that runs, and say what it assumes.", temperature: 0.2, longest: "" },
-  { name: "Explain simply", system: "Explain in plain words, with one example, to somebody who is new to the subject.", temperature: 0.7, longest: "" },
+  { name: "Explain simply", system: "Explain in plain words, with one example, to a reader who is new to the subject.", temperature: 0.7, longest: "" },
   { name: "Editor", system: "Improve the text that you are given: spelling, grammar and clarity. Keep its meaning and tone, and answer with the text only.", temperature: 0.2, longest: "" },
 ];
 
