@@ -5,9 +5,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from test_gguf_models import random_model
 import hmt
 from hmt.base.errors import BudgetError, ConfigError, RankError
 from hmt.engine import EngineConfig, prepare
+from hmt.engine.execution.executor import OverlappedExecutor
+from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.loading.packs import convert
 from hmt.engine.ranks import workers
 from hmt.hardware import machine
@@ -158,6 +161,30 @@ def test_each_rank_computes_on_another_gpu(
     one = answers(path, gpus="0")
     assert there[1] == one[1]
     torch.testing.assert_close(there[0], one[0], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("gpus", ["fake,fake", pytest.param("0,1", marks=TWO_GPUS)])
+def test_steps_of_ranks_are_captured_where_all_weights_are_on_their_gpus(
+    gpus: str, monkeypatch: pytest.MonkeyPatch, alone: Callable[..., Answers]
+) -> None:
+    monkeypatch.setitem(machine._links, "a fake device", LinkRates(40e9))
+    with ExitStack() as stack:
+        if gpus == "fake,fake":
+            stack.enter_context(ranks_as_threads())
+        options = OPTIONS | {"gpus": gpus, "gpu_memory": "64MiB" if "fake" in gpus else None}
+        model = stack.enter_context(hmt.Engine(**options, tp=2)).load_model(MINI_DENSE)
+        logits = model.logits(TOKENS, range(70), prefill=60)
+        tokens = [answer.token_ids for answer in model.infer_batch(REQUESTS)]
+        captured = cast(OverlappedExecutor, model._core.runner.executor).graphs
+        assert isinstance(captured, GraphRunner) and captured.graphs[False]
+        assert not captured.failure and not captured.async_steps.begun
+        assert not any("captured" in note for note in model.summary().notes)
+    if gpus == "fake,fake":
+        assert_same((logits, tokens), alone(MINI_DENSE))
+    else:
+        one = answers(MINI_DENSE, gpus="0")
+        assert tokens == one[1]
+        torch.testing.assert_close(logits, one[0], rtol=1e-4, atol=1e-3)
 
 
 def test_a_step_of_any_size_has_the_same_bits() -> None:

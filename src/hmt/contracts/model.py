@@ -158,6 +158,7 @@ class ModelSpec:
     exact_runs          whether compiled kernels give a token's logits the same bits however many
                         tokens of its sequence are in its step
     row_lookups         rows that a token reads of tables besides that of tokens, by block
+    has_head            whether it computes logits; of several ranks one does
     """
 
     architecture: str
@@ -185,6 +186,7 @@ class ModelSpec:
     token_window: int = 0
     exact_runs: bool = True
     row_lookups: Mapping[BlockId, int] = field(default_factory=dict)
+    has_head: bool = True
 
     @property
     def kv_layers(self) -> dict[int, KVLayer]:

@@ -3,6 +3,7 @@
 Every rank has all layers, and of each layer a part.  What parts make is added up over the ranks.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,10 +14,15 @@ class Collective(Protocol):
     """Meets the other ranks.  Each rank calls the same methods in the same order."""
 
     def add(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks give, of the same shape and dtype: the same bits on each rank.
+        """The sum of what all ranks give, [tokens, ...] of one dtype: the same bits on each rank.
 
-        They do not depend on how many tokens there are.  Waits for all ranks.  Raises RankError.
+        They do not depend on how many tokens there are.  Waits for all ranks, and on a GPU lets its
+        queue wait.  Raises RankError.
         """
+        ...
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """In the body, `add` gives back what it is given, and no other rank is met."""
         ...
 
 

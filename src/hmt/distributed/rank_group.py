@@ -1,5 +1,7 @@
 """A process group of the ranks of one model: Gloo between CPUs, NCCL between GPUs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +27,7 @@ class RankGroup:
         self.rank, self.ranks = rank, ranks
         self._group: Any = None  # torch's stubs do not know what groups can do
         self._broken = ""
+        self._rehearses = False
 
     def connect(self, folder: Path, *, on_gpu: bool = False) -> None:
         """Wait for all ranks to connect.
@@ -64,21 +67,34 @@ class RankGroup:
         Every rank gathers what all have and adds in the order of ranks, in f32: rings add parts of
         a tensor in an order that depends on its size, and so on how many tokens there are.
         """
+        if self._rehearses:
+            return partial
         group = self._group
         if group is None or self._broken:
             raise RankError(self._broken or "the ranks have not been connected")
         own = partial.contiguous()
-        gathered = [torch.empty_like(own) for _ in range(self.ranks)]
+        gathered = own.new_empty(self.ranks * len(own), *own.shape[1:])
         try:
-            group.allgather([gathered], [own]).wait()
+            group._allgather_base(gathered, own).wait()
         except RuntimeError as error:
             self.abort(f"another process that computes this model has ended: {_first_line(error)}")
             raise RankError(self._broken) from error
-        first, *others = gathered
+        first, *others = gathered.chunk(self.ranks)
+        if len(others) == 1:  # added in f32 and rounded once, as below, by one kernel of the four
+            return first + others[0]
         total = first.float()
         for part in others:
             total = total + part
         return total.to(partial.dtype)
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Implements Collective."""
+        self._rehearses = True
+        try:
+            yield
+        finally:
+            self._rehearses = False
 
     def abort(self, why: str) -> None:
         """Let what waits for other ranks, and all that comes, raise RankError.  For any thread."""

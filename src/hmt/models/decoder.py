@@ -21,7 +21,6 @@ from hmt.models.config import Config, max_context, rotaries
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
 _OUTPUT = "lm_head.weight"
 _NO_SOURCES: Mapping[int, int] = {}
-_RANKS = "several processes compute each layer, and wait for one another in it"
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
 
 
@@ -99,7 +98,8 @@ class Decoder(ABC, Model):
             together=self._share is None
             and all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
-            uncaptured=uncaptured if self._share is None else _RANKS,
+            uncaptured=uncaptured,
+            has_head=self._share is None or self._share.has_head,
             kv_sources=kv_sources,
             state=tuple(state),
             rotary_border=common_border(rotary.border for rotary in self._rotaries),

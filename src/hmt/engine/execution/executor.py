@@ -155,6 +155,11 @@ class Executor(ABC):
         self._stages = _Stages(model, tracer)
         self._outputs = PromptOutputSink(model, weights, scored_rows)
         self._observer: HiddenObserver | None = None
+        self._has_head = model.spec.has_head
+
+    def _logit_rows(self, step: Step) -> int:
+        """How many logits the step computes here: a rank without the output layer none."""
+        return len(step.logit_rows) if self._has_head else 0
 
     @contextmanager
     def _weights_of(self, step: Step) -> Iterator[Weights]:
@@ -239,13 +244,13 @@ class PlainExecutor(Executor):
                 hidden = self._model.layer(index, hidden, here, weights, self._kv)
             self._show(step, index + 1, hidden, viewer)
             self._stages.ended(index)
-        logits = torch.empty(0, self._model.spec.vocab_size)
-        if len(step.logit_rows) or step.has_prompt_outputs:
+        logits, rows = torch.empty(0, self._model.spec.vocab_size), self._logit_rows(step)
+        if rows or step.has_prompt_outputs:
             hidden = places.fetch(hidden, layers)
         if viewer is not None:
             with places.at(layers):
                 self._outputs.show(step, hidden, viewer)
-        if len(step.logit_rows):
+        if rows:
             wanted = hidden[places.step(layers).logit_rows]
             with places.at(layers):
                 logits = self._model.head(wanted, self._weights).cpu()
@@ -353,7 +358,7 @@ class OverlappedExecutor(Executor):
                 self._show(step, index + 1, hidden, viewer)
                 ahead.stage_ends(index)
                 self._stages.ended(index)
-        logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
+        logits, rows = torch.empty(0, self._model.spec.vocab_size), self._logit_rows(step)
         if rows or step.has_prompt_outputs:
             self._request(layers)
             hidden = places.fetch(hidden, layers)

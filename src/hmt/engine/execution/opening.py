@@ -33,7 +33,10 @@ def open_executor(
         config.prefetch_distance, prepared.machine.disk_read_rate,
     )  # fmt: skip
     tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
-    graphs = captures_of(model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts)
+    collective = None if prepared.divided is None else prepared.divided.share.collective
+    graphs = captures_of(
+        model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts, collective
+    )
     inputs = None if memory.draft is None else memory.draft.inputs
     layers = () if inputs is None else inputs.layers
     return OverlappedExecutor(

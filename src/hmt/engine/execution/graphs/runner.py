@@ -27,6 +27,7 @@ import torch
 
 from hmt.base.log import warn_once
 from hmt.contracts.model import Model
+from hmt.contracts.sharding import Collective
 from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import Weights
 from hmt.engine.execution.graphs.captures import (
@@ -86,6 +87,7 @@ class GraphRunner:
         host_ffn: bool = False,
         exact_batches: bool = False,
         layers: range | None = None,
+        collective: Collective | None = None,
     ) -> None:
         """All else that layers compute with is on `device`.
 
@@ -95,8 +97,10 @@ class GraphRunner:
         host_ffn  whether some blocks are copied in every step, and feed-forward networks the CPU's
         exact_batches   whether kernels give a token the same bits however many are in a step
         layers    the row of them that is on this of several devices; None: all are
+        collective   of the ranks that compute each layer together; None: this process does alone
         """
         self._model = model
+        self._collective = collective
         self._weights = weights
         self._kv = kv
         self._tiers = kv if isinstance(kv, GraphKVCache) else None
@@ -111,7 +115,9 @@ class GraphRunner:
         # weights or pages are copied beside it, and its tokens would wait for the CPU's part.
         self._is_single = not host_ffn and self._tiers is None
         self._states = kv.states
-        self._runs_ahead = self._is_single and self._looks_up and head
+        # A step that one rank begins on a guess would wait for ranks that do not guess.
+        self._runs_ahead = self._is_single and self._looks_up and head and collective is None
+        self._has_head = model.spec.has_head
         self.graphs: dict[bool, OrderedDict[GraphKey, CapturedGraph]]
         self.graphs = {offloaded: OrderedDict() for offloaded in (False, True)}
         self._offloaded = False  # of the step that is computed now
@@ -147,6 +153,10 @@ class GraphRunner:
             found = self._ready(step, shown)
             if found is None:
                 return None
+            if not self._has_head:  # of this rank only the sums are wanted
+                self._put_on_queue(found)
+                self._device.record_event().wait()  # the next step's tensors take their places
+                return torch.empty(0, self._model.spec.vocab_size)
             captured, result = found, self._start(found)
         begun = self._begin_next(captured) if self._may_run_ahead(captured, step) else None
         self._end_answers()  # sleeps, and leaves this core to the CPU's experts
@@ -223,6 +233,8 @@ class GraphRunner:
             return False
         if len(step.scored_rows) or len(step.pooled_rows) not in (0, tokens):
             return False
+        if self._collective is not None and len(step.pooled_rows):
+            return False  # the first rank alone would show their hidden states
         if self._states is not None and self._states.lags(step.segments):
             return False
         return self._channel is None or tokens <= self._channel.tokens
@@ -257,6 +269,8 @@ class GraphRunner:
         captured = next(reversed(self.graphs[self._offloaded].values()), None)
         if captured is None or captured.recorded is None or self._channel is not None:
             return 0.0
+        if self._collective is not None:
+            return 0.0  # would wait for ranks that compute no step
         if captured.sequences:
             return 0.0  # others come next
         if captured.runs is None and self._async_step is None:
@@ -486,7 +500,8 @@ class GraphRunner:
         try:
             # Compiles kernels, and makes what they keep.
             self._hold_states(captured, advances=False)
-            self._compute(captured, self._weights, InlineRecorder())
+            with nullcontext() if self._collective is None else self._collective.rehearsal():
+                self._compute(captured, self._weights, InlineRecorder())
             self._send(captured, step)  # what was made for a step belongs into the capture
             captured.recorded = self._record(captured)
         except RuntimeError as error:

@@ -8,6 +8,7 @@ from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import Packing
 from hmt.contracts.model import KVKind, Model, ModelSpec
 from hmt.contracts.plan import Plan, Tier
+from hmt.contracts.sharding import Collective
 from hmt.contracts.store import Weights
 from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
@@ -21,6 +22,8 @@ from hmt.weights import BlockLayout, SplitWeights
 _MAX_PROMPT_LOGIT_ROWS = 32
 # What captured steps read nothing of, or in front of what is captured.
 _OUTSIDE = (BlockKind.EMBEDDING, BlockKind.VISION)
+_RANKS_OF_EXPERTS = "several processes have experts, which each looks up by itself"
+_RANKS = "several processes compute each layer, and this one has not all its weights on the GPU"
 
 
 def captures_of(
@@ -31,13 +34,19 @@ def captures_of(
     kv: AnyKV,
     rows: int,
     layouts: Mapping[BlockId, BlockLayout],
+    collective: Collective | None = None,
 ) -> GraphRunner | SplitGraphRunner | str | None:
-    """What captures steps, or why nothing does, for people; None without a device."""
+    """What captures steps, or why nothing does, for people; None without a device.
+
+    collective   of ranks that compute each layer together
+    """
     if len(on_devices) > 1:
         return open_split_graphs(model, weights, plan, on_devices, kv, rows, layouts)
     if not on_devices:
         return None
-    return open_graphs(model, weights, plan, on_devices[0], kv, rows, layouts)
+    return open_graphs(
+        model, weights, plan, on_devices[0], kv, rows, layouts, collective=collective
+    )
 
 
 def open_graphs(
@@ -49,6 +58,7 @@ def open_graphs(
     rows: int,
     layouts: Mapping[BlockId, BlockLayout],
     layers: range | None = None,
+    collective: Collective | None = None,
 ) -> GraphRunner | str:
     """Captured steps, where all but embedding, head and experts is on the device.
 
@@ -60,7 +70,7 @@ def open_graphs(
     layers   the row of them that `plan` is of; None: all
     """
     exact = _exact_batches(model.spec, layouts)
-    captured = partial(GraphRunner, exact_batches=exact, layers=layers)
+    captured = partial(GraphRunner, exact_batches=exact, layers=layers, collective=collective)
     own, device = on_device.weights, on_device.device
     if model.spec.uncaptured:
         return model.spec.uncaptured
@@ -70,9 +80,12 @@ def open_graphs(
     stages = range(model.spec.layers + 1) if layers is None else layers
     host_ffn = _leaves_only_networks(plan, stages)
     head = layers is None or layers.stop == model.spec.layers
+    head &= model.spec.has_head
     head &= all(home is Tier.DEVICE for b, home in plan.homes.items() if b.kind is BlockKind.HEAD)
     seldom += () if head else (BlockKind.HEAD,)
     homes = {home for block, home in plan.homes.items() if block.kind not in seldom}
+    if collective is not None and (homes != {Tier.DEVICE} or model.spec.experts_per_token):
+        return _RANKS if homes != {Tier.DEVICE} else _RANKS_OF_EXPERTS
     if homes != {Tier.DEVICE} and not host_ffn:
         return "attention of some layers is not on the GPU"
     if isinstance(kv, TieredKV):
