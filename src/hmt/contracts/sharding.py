@@ -17,7 +17,7 @@ class Collective(Protocol):
         """The sum of what all ranks give, [tokens, ...] of one dtype: the same bits on each rank.
 
         They do not depend on how many tokens there are.  Waits for all ranks, and on a GPU lets its
-        queue wait.  Raises RankError.
+        queue wait.  May overwrite `partial`.  Raises RankError.
         """
         ...
 

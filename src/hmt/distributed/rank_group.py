@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final
 
 import torch
@@ -27,7 +28,7 @@ class RankGroup:
         self.rank, self.ranks = rank, ranks
         self._group: Any = None  # torch's stubs do not know what groups can do
         self._broken = ""
-        self._rehearses = False
+        self._rehearses = self._on_gpu = False
 
     def connect(self, folder: Path, *, on_gpu: bool = False) -> None:
         """Wait for all ranks to connect.
@@ -47,6 +48,7 @@ class RankGroup:
                 f"torch {torch.__version__} was built without {name}, which ranks meet through: "
                 "leave tp and ep out, or install another torch"
             )
+        self._on_gpu = on_gpu
         store = dist.FileStore(str(folder / _STORE), self.ranks)
         try:
             if on_gpu:
@@ -64,8 +66,10 @@ class RankGroup:
     def add(self, partial: torch.Tensor) -> torch.Tensor:
         """Implements Collective.
 
-        Every rank gathers what all have and adds in the order of ranks, in f32: rings add parts of
-        a tensor in an order that depends on its size, and so on how many tokens there are.
+        Two ranks let the library add, in `partial` itself: there is one sum of two numbers.  More
+        gather what all have and add in the order of ranks, in f32: rings add parts of a tensor in
+        an order that depends on its size, and so on how many tokens there are.  Captured on two
+        H200, a sum of 8192 numbers took 8 us by NCCL's all-reduce, and 11 gathered.
         """
         if self._rehearses:
             return partial
@@ -73,15 +77,16 @@ class RankGroup:
         if group is None or self._broken:
             raise RankError(self._broken or "the ranks have not been connected")
         own = partial.contiguous()
-        gathered = own.new_empty(self.ranks * len(own), *own.shape[1:])
         try:
+            if self.ranks == 2:
+                group.allreduce([own]).wait()
+                return own
+            gathered = own.new_empty(self.ranks * len(own), *own.shape[1:])
             group._allgather_base(gathered, own).wait()
         except RuntimeError as error:
             self.abort(f"another process that computes this model has ended: {_first_line(error)}")
             raise RankError(self._broken) from error
         first, *others = gathered.chunk(self.ranks)
-        if len(others) == 1:  # added in f32 and rounded once, as below, by one kernel of the four
-            return first + others[0]
         total = first.float()
         for part in others:
             total = total + part
@@ -100,7 +105,13 @@ class RankGroup:
         """Let what waits for other ranks, and all that comes, raise RankError.  For any thread."""
         self._broken = self._broken or why
         group, self._group = self._group, None
-        if group is not None:
+        if group is None:
+            return
+        if self._on_gpu:
+            # It lets kernels end that wait for a rank, and then waits itself until no capture has
+            # its sums any more: seen to last for ever where the caller held these.
+            Thread(target=group.abort, name="ranks part", daemon=True).start()
+        else:
             group.abort()
 
 

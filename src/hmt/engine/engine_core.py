@@ -335,6 +335,7 @@ class EngineCore:
         if self.memory.prefixes is not None:
             while save_some(self.memory.prefixes):
                 pass
+        self.runner.executor.close()
         self.memory.close()
 
     def logits(

@@ -175,6 +175,9 @@ class Executor(ABC):
         """Let `observer` see the hidden states of each step from now on."""
         self._observer = observer
 
+    def close(self) -> None:
+        """Let go what was recorded of steps; none is computed any more."""
+
     @property
     def expert_uses(self) -> Mapping[int, Sequence[int]]:
         """None, by default."""
@@ -299,6 +302,13 @@ class OverlappedExecutor(Executor):
         super().watch(observer)
         if self.graphs is not None:
             self.graphs.watch(observer)
+
+    @override
+    def close(self) -> None:
+        graphs, self.graphs = self.graphs, None
+        if graphs is not None:
+            graphs.watch(None)
+            self._obstacle = graphs.failure  # which a summary may still tell
 
     @property
     @override
