@@ -176,7 +176,8 @@ class Executor(ABC):
         self._observer = observer
 
     def close(self) -> None:
-        """Let go what was recorded of steps; none is computed any more."""
+        """Let go what was recorded of steps, and who observes them; none is computed any more."""
+        self._observer = None
 
     @property
     def expert_uses(self) -> Mapping[int, Sequence[int]]:
