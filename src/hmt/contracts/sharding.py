@@ -3,6 +3,7 @@
 Every rank has all layers, and of each layer a part.  What parts make is added up over the ranks.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +12,13 @@ import torch
 
 
 class Collective(Protocol):
-    """Meets the other ranks.  Each rank calls the same methods in the same order."""
+    """Meets the other ranks.  Each rank calls the same methods in the same order.
+
+    announce   of the first rank: lets the others begin the step behind the one that they compute,
+               whose tokens it then has to `share`; None: they cannot
+    """
+
+    announce: Callable[[], None] | None
 
     def add(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum of what all ranks give, [tokens, ...] of one dtype: the same bits on each rank.
@@ -21,8 +28,12 @@ class Collective(Protocol):
         """
         ...
 
+    def share(self, tensor: torch.Tensor) -> None:
+        """Make `tensor` what the first rank's is.  Waits for all ranks as `add` does."""
+        ...
+
     def rehearsal(self) -> AbstractContextManager[None]:
-        """In the body, `add` gives back what it is given, and no other rank is met."""
+        """In the body no other rank is met: `add` gives back what it is given."""
         ...
 
 

@@ -1,6 +1,6 @@
 """A process group of the ranks of one model: Gloo between CPUs, NCCL between GPUs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ class RankGroup:
     def __init__(self, rank: int, ranks: int) -> None:
         """Not connected: nothing can be added yet."""
         self.rank, self.ranks = rank, ranks
+        self.announce: Callable[[], None] | None = None
         self._group: Any = None  # torch's stubs do not know what groups can do
         self._broken = ""
         self._rehearses = self._on_gpu = False
@@ -73,24 +74,36 @@ class RankGroup:
         """
         if self._rehearses:
             return partial
-        group = self._group
-        if group is None or self._broken:
-            raise RankError(self._broken or "the ranks have not been connected")
         own = partial.contiguous()
-        try:
-            if self.ranks == 2:
+        if self.ranks == 2:
+            with self._meeting() as group:
                 group.allreduce([own]).wait()
-                return own
-            gathered = own.new_empty(self.ranks * len(own), *own.shape[1:])
+            return own
+        gathered = own.new_empty(self.ranks * len(own), *own.shape[1:])
+        with self._meeting() as group:
             group._allgather_base(gathered, own).wait()
-        except RuntimeError as error:
-            self.abort(f"another process that computes this model has ended: {_first_line(error)}")
-            raise RankError(self._broken) from error
         first, *others = gathered.chunk(self.ranks)
         total = first.float()
         for part in others:
             total = total + part
         return total.to(partial.dtype)
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Implements Collective."""
+        with self._meeting() as group:
+            group.broadcast(tensor, 0).wait()
+
+    @contextmanager
+    def _meeting(self) -> Iterator[Any]:
+        """In the body, what torch calls a process group.  Raises RankError."""
+        group = self._group
+        if group is None or self._broken:
+            raise RankError(self._broken or "the ranks have not been connected")
+        try:
+            yield group
+        except RuntimeError as error:
+            self.abort(f"another process that computes this model has ended: {_first_line(error)}")
+            raise RankError(self._broken) from error
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

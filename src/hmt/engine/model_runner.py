@@ -83,9 +83,11 @@ class ModelRunner:
         """
         if self._ranks is None:
             return self._run_here(output, viewer, inputs)
-        self._ranks.send(output)
+        step = Step.build(output.segments, output.logit_rows, inputs)
+        self._ranks.send(output, begun=self.executor.has_begun(step))
         try:
-            logits = self._run_here(output, viewer, inputs)
+            logits = self.executor.run(step, viewer)
+            self._logit_stats = self.executor.surveys
         except Exception as error:
             raise self._ranks.ended(error) from error
         self._ranks.check()  # a GPU's queue goes on behind a sum that was given up

@@ -113,6 +113,13 @@ def logit_stats_and_next(
     return found
 
 
+def move_on(positions: Tensor, runs: AttentionMetadata | None, axes: Tensor | None = None) -> None:
+    """Change where the tokens of `logit_stats_and_next` lie as it does, without logits."""
+    for moved in (positions, axes, None if runs is None else runs.device[0].spans[2]):
+        if moved is not None:
+            moved.add_(1)
+
+
 def logit_stats_list(found: Tensor) -> tuple[LogitStats, ...]:
     """What `logit_stats_of` found, brought to host memory, by rows."""
     columns = zip(*found.tolist(), strict=True)

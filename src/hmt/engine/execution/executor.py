@@ -13,10 +13,12 @@ from itertools import pairwise
 import torch
 from typing_extensions import override
 
+from hmt.base.errors import RankError
 from hmt.base.trace import Tracer
 from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Priority, Weights
+from hmt.engine.execution.graphs.following import FollowingGraphRunner
 from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
 from hmt.engine.execution.prefetch import ReadAhead
@@ -193,6 +195,19 @@ class Executor(ABC):
         """See GraphRunner; 0 where nothing is captured."""
         return 0.0
 
+    def has_begun(self, step: Step) -> bool:
+        """See GraphRunner."""
+        return False
+
+    @property
+    def follows(self) -> bool:
+        """See FollowingGraphRunner."""
+        return False
+
+    def begin_next(self) -> None:
+        """See FollowingGraphRunner.  Raises RankError where steps are not captured."""
+        raise RankError("this rank captures no steps, and the first one does")
+
     def verifies(self, sequences: int) -> bool:
         """Whether steps of so many sequences take draft tokens, and change no answer by them."""
         return self._places.alike
@@ -333,6 +348,23 @@ class OverlappedExecutor(Executor):
             return 0.0
         with self._places.computing():
             return self.graphs.replayed_s(times)
+
+    @override
+    def has_begun(self, step: Step) -> bool:
+        return isinstance(self.graphs, GraphRunner) and self.graphs.has_begun(step)
+
+    @property
+    @override
+    def follows(self) -> bool:
+        return isinstance(self.graphs, FollowingGraphRunner) and self.graphs.follows
+
+    @torch.inference_mode()
+    @override
+    def begin_next(self) -> None:
+        if not isinstance(self.graphs, FollowingGraphRunner):
+            return super().begin_next()
+        with self._places.computing():
+            self.graphs.begin_next()
 
     @override
     def verifies(self, sequences: int) -> bool:

@@ -77,8 +77,8 @@ def work(
     tracer = Tracer(capacity=0)
     memory = allocate(prepared, config, ledger, tracer, None, devices)
     worker = _Worker(prepared, config, memory, tracer)
-    send(link, {"state": "ready"})
-    with closing(memory):
+    send(link, {"state": "ready", "follows": worker.follows})
+    with closing(memory), closing(worker):
         while True:
             do, blob = inbox.get()
             match do:
@@ -86,6 +86,10 @@ def work(
                     worker.group.connect(Path(order["folder"]), on_gpu=on_gpu(devices))
                 case "step":
                     worker.step(SchedulerOutput.from_json(blob.decode()))
+                case "next":
+                    worker.begin_next()
+                case "begun":
+                    worker.step(SchedulerOutput.from_json(blob.decode()), begun=True)
                 case _:
                     return
 
@@ -107,10 +111,24 @@ class _Worker:
         self._kv = memory.kv.allocator
         self._handles: dict[int, int] = {}  # of open sequences, there and here
 
-    def step(self, output: SchedulerOutput) -> None:
-        """Compute a step.  Raises what `ModelRunner.run` raises."""
+    @property
+    def follows(self) -> bool:
+        """Whether it can `begin_next`."""
+        return self._runner.executor.follows
+
+    def begin_next(self) -> None:
+        """Begin the step that follows, which may not come.  Raises RankError."""
+        self._runner.executor.begin_next()
+
+    def close(self) -> None:
+        """Let go what was captured, without which the group does not end."""
+        self._runner.executor.close()
+
+    def step(self, output: SchedulerOutput, *, begun: bool = False) -> None:
+        """Compute a step, unless it was begun already.  Raises what `ModelRunner.run` raises."""
         try:
             own = repeat_operations(output, self._kv, self._handles)
         except HMTError as error:
             raise RankError(f"its KV cache differs from the first rank's: {error}") from error
-        self._runner.run(own)
+        if not begun:
+            self._runner.run(own)

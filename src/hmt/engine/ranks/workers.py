@@ -55,7 +55,7 @@ class RankWorkers:
         self.group = group
         self._folder = Path(tempfile.mkdtemp(prefix="hmt-ranks-"))  # mode 0700
         self._changed = threading.Condition()
-        self._ready: set[int] = set()
+        self._ready: dict[int, bool] = {}  # by rank: whether it can begin steps early
         self._failure: HMTError | None = None
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -108,14 +108,21 @@ class RankWorkers:
         for link in self._links:
             send(link, {"do": "connect"})
         self.group.connect(self._folder, on_gpu=on_gpu(devices))
+        if all(self._ready.values()):
+            self.group.announce = lambda: self._tell("next")
 
-    def send(self, output: SchedulerOutput) -> None:
-        """Let the workers compute a step, too.  Raises RankError once one of them has ended."""
+    def send(self, output: SchedulerOutput, *, begun: bool = False) -> None:
+        """Let the workers compute a step, too.  Raises RankError once one of them has ended.
+
+        begun   it is the one that was announced
+        """
+        self._tell("begun" if begun else "step", output.to_json().encode())
+
+    def _tell(self, what: str, blob: bytes = b"") -> None:
         self.check()
-        blob = output.to_json().encode()
         try:
             for link in self._links:
-                send(link, {"do": "step"}, blob)
+                send(link, {"do": what}, blob)
         except OSError as error:
             raise self.ended(error) from error
 
@@ -143,7 +150,7 @@ class RankWorkers:
                 message, _ = receive(link)
                 if message["state"] == "ready":
                     with self._changed:
-                        self._ready.add(rank)
+                        self._ready[rank] = message["follows"]
                         self._changed.notify_all()
                 else:
                     self._fail(_as_error(rank, message))

@@ -192,14 +192,6 @@ class AsyncNextStep:
         )
 
 
-@dataclass(slots=True)
-class AsyncStepCounters:
-    """Steps that were begun early, and those of them that came."""
-
-    begun: int = 0
-    right: int = 0
-
-
 def room_of(run: Segment) -> int:
     """Positions that it has pages for: a sequence that grows may have fewer than it may need."""
     return min(run.reserved, run.reserved_tokens or run.reserved)

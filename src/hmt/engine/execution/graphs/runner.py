@@ -32,7 +32,6 @@ from hmt.contracts.step import Segment, Step
 from hmt.contracts.store import Weights
 from hmt.engine.execution.graphs.captures import (
     AsyncNextStep,
-    AsyncStepCounters,
     CapturedGraph,
     GraphKey,
     Result,
@@ -40,6 +39,7 @@ from hmt.engine.execution.graphs.captures import (
     room_of,
     token_runs,
 )
+from hmt.engine.execution.graphs.guesses import NextStepGuesses
 from hmt.engine.execution.graphs.segmented_weights import HostFfnBuffers, SegmentLeases
 from hmt.engine.outputs.prompt_outputs import HiddenObserver, PromptOutputSource
 from hmt.kernels import graph_ops, ops
@@ -58,11 +58,6 @@ from hmt.weights import DeviceWeights, WeightsView
 
 _SHORTEST = 1024  # positions; kernels are launched for the longest context of a capture
 _MAX_GRAPHS = 16
-_MOST_SKIPPED = 64  # steps without a guess, where guesses are wrong
-# With experts on the CPU, a step that was begun in vain takes four times what one that came saves:
-# of 30B-A3B in 8 GiB, 8.4 of 10.8 ms are the CPU's and the device's, 2.4 are Python's.
-_LIKELY = 0.8
-_LEARNED = 0.1  # of how often guesses come, from each step
 
 
 class GraphRunner:
@@ -115,25 +110,22 @@ class GraphRunner:
         # weights or pages are copied beside it, and its tokens would wait for the CPU's part.
         self._is_single = not host_ffn and self._tiers is None
         self._states = kv.states
-        # A step that one rank begins on a guess would wait for ranks that do not guess.
-        self._runs_ahead = self._is_single and self._looks_up and head and collective is None
-        self._has_head = model.spec.has_head
+        self._runs_ahead = self._is_single and self._looks_up and head
+        if collective is not None:  # a step that it begins alone would wait for the others
+            self._runs_ahead &= collective.announce is not None and self._states is None
         self.graphs: dict[bool, OrderedDict[GraphKey, CapturedGraph]]
         self.graphs = {offloaded: OrderedDict() for offloaded in (False, True)}
         self._offloaded = False  # of the step that is computed now
         self.failure = ""
         self._async_step: AsyncNextStep | None = None
         self.surveys: tuple[LogitStats, ...] = ()
-        self._skip = self._skipped = 0
-        self._likeliest: tuple[tuple[Segment, ...], list[int]] = (), []  # of the next step
-        self._likely = 1.0  # how often it came lately
-        self._verifies = False  # whether any step had draft tokens
+        self._guesses = NextStepGuesses()
         self._keeps_runs = graph_ops.keeps_runs(device.where)
         self.has_captured = False
         self._exact_batches = exact_batches
         self.served = HostExpertTimes(0, 0.0, 0.0)
         self._observer: HiddenObserver | None = None
-        self.async_steps = AsyncStepCounters()
+        self.async_steps = self._guesses.counters
 
     def __call__(self, step: Step, viewer: PromptOutputSource | None = None) -> torch.Tensor | None:
         """Logits [tokens, vocab] in host memory, valid until the next call; None for other steps.
@@ -143,7 +135,7 @@ class GraphRunner:
         """
         guess, self._async_step = self._async_step, None
         self.has_captured = False
-        self._learn(step)
+        self._guesses.learn(step)
         shown = viewer.layers if viewer is not None and len(step.pooled_rows) else None
         if guess is not None and self._is_confirmed(guess, step, shown):
             captured, result = guess.captured, guess.result
@@ -153,10 +145,6 @@ class GraphRunner:
             found = self._ready(step, shown)
             if found is None:
                 return None
-            if not self._has_head:  # of this rank only the sums are wanted
-                self._put_on_queue(found)
-                self._device.record_event().wait()  # the next step's tensors take their places
-                return torch.empty(0, self._model.spec.vocab_size)
             captured, result = found, self._start(found)
         begun = self._begin_next(captured) if self._may_run_ahead(captured, step) else None
         self._end_answers()  # sleeps, and leaves this core to the CPU's experts
@@ -173,13 +161,19 @@ class GraphRunner:
             surveys = graph_ops.logit_stats_of(logits)
         self.surveys = graph_ops.logit_stats_list(surveys)
         if not (captured.sequences or captured.key.inputs):
-            self._likeliest = next_runs(step.segments), [one.best for one in self.surveys]
+            best = [one.best for one in self.surveys]
+            self._guesses.likeliest = next_runs(step.segments), best
         if begun is not None:
             axes = None if step.axes is None else step.axes + 1
-            self._async_step = AsyncNextStep(captured, *self._likeliest, axes, begun)
+            self._async_step = AsyncNextStep(captured, *self._guesses.likeliest, axes, begun)
         if self._tiers is not None:
             self._tiers.ended()
         return logits
+
+    def has_begun(self, step: Step) -> bool:
+        """Whether it computes `step`, of which no hidden state is shown, already."""
+        guess = self._async_step
+        return guess is not None and not len(step.pooled_rows) and guess.is_of(step, None)
 
     def pass_on(self, step: Step) -> torch.Tensor | None:
         """Hidden states behind its layers, on the device's queue; None for steps as in a call.
@@ -286,33 +280,16 @@ class GraphRunner:
 
     # Guesses
 
-    def _learn(self, step: Step) -> None:
-        """How often the next step is the likeliest one, and has no draft tokens."""
-        runs, tokens = self._likeliest
-        self._likeliest = (), []
-        if len(step.token_ids) > len(step.segments):
-            self._verifies = True
-            self._likely -= _LEARNED * self._likely
-        elif runs == step.segments:
-            self._likely += _LEARNED * ((tokens == step.token_ids.tolist()) - self._likely)
-
     def _is_confirmed(
         self, async_step: AsyncNextStep, step: Step, shown: tuple[int, ...] | None
     ) -> bool:
         right = async_step.is_of(step, shown)
         right = right and (self._states is None or self._states.confirm(step))
-        self.async_steps.right += right
-        self._skipped = 0 if right else min(_MOST_SKIPPED, 2 * self._skipped + 1)
-        self._skip = self._skipped
+        self._guesses.ended(right=right)
         return right
 
     def _may_run_ahead(self, captured: CapturedGraph, step: Step) -> bool:
-        if self._skip:
-            self._skip -= 1
-            return False
-        # A step that was begun before draft tokens came makes these wait for all of it, and what it
-        # saves where none come is Python's part of a step.
-        if (self._channel is not None or self._verifies) and self._likely < _LIKELY:
+        if not self._guesses.is_worth_it(asks_cpu=self._channel is not None):
             return False
         if (
             captured.sequences
@@ -332,6 +309,9 @@ class GraphRunner:
             self._advance(captured)
         if self._states is not None:
             self._states.run_ahead(captured.step, captured.state_runs)
+        if self._collective is not None and self._collective.announce is not None:
+            self._collective.announce()
+            self._collective.share(captured.step.token_ids)
         return self._start(captured)
 
     def _advance(self, captured: CapturedGraph) -> None:

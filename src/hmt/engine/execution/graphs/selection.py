@@ -10,6 +10,7 @@ from hmt.contracts.model import KVKind, Model, ModelSpec
 from hmt.contracts.plan import Plan, Tier
 from hmt.contracts.sharding import Collective
 from hmt.contracts.store import Weights
+from hmt.engine.execution.graphs.following import FollowingGraphRunner
 from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
 from hmt.engine.loading.device import OnDevice
@@ -70,7 +71,8 @@ def open_graphs(
     layers   the row of them that `plan` is of; None: all
     """
     exact = _exact_batches(model.spec, layouts)
-    captured = partial(GraphRunner, exact_batches=exact, layers=layers, collective=collective)
+    runner = GraphRunner if model.spec.has_head else FollowingGraphRunner
+    captured = partial(runner, exact_batches=exact, layers=layers, collective=collective)
     own, device = on_device.weights, on_device.device
     if model.spec.uncaptured:
         return model.spec.uncaptured
