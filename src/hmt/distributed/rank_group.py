@@ -14,6 +14,7 @@ from hmt.base.errors import ConfigError, RankError
 # A rank that waits longer than this for another one gives up.  Disks and prompts of ranks differ,
 # and a rank that has ended closes its connections at once: only one that hangs comes to this.
 _PATIENCE: Final = timedelta(minutes=10)
+_PARTING_S: Final = 10.0
 _STORE: Final = "ranks"  # file in the run's own folder, by which ranks find each other
 
 
@@ -29,6 +30,7 @@ class RankGroup:
         self.announce: Callable[[], None] | None = None
         self._group: Any = None  # torch's stubs do not know what groups can do
         self._broken = ""
+        self._parting: Thread | None = None
         self._rehearses = self._on_gpu = False
 
     def connect(self, folder: Path, *, on_gpu: bool = False) -> None:
@@ -123,9 +125,16 @@ class RankGroup:
         if self._on_gpu:
             # It lets kernels end that wait for a rank, and then waits itself until no capture has
             # its sums any more: seen to last for ever where the caller held these.
-            Thread(target=group.abort, name="ranks part", daemon=True).start()
+            self._parting = Thread(target=group.abort, name="ranks part", daemon=True)
+            self._parting.start()
         else:
             group.abort()
+
+    def close(self, why: str) -> None:
+        """`abort`, and wait for it, where what was captured has been let go."""
+        self.abort(why)
+        if self._parting is not None:
+            self._parting.join(_PARTING_S)
 
 
 def _first_line(error: Exception) -> str:

@@ -185,7 +185,7 @@ class RankWorkers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self.group.abort("the model was closed")
+        self.group.close("the model was closed")
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
