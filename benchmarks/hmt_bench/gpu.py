@@ -121,6 +121,7 @@ def run(
     quantization: str = "w4a16:32",
     host_memory: str = "100GiB",
     gpu: str = "0",
+    tp: int = 1,
     peer: PeerMaker | None = open_peer,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def run(
     progress("measuring memories and the link")
     rates = measure_rates(device, quantization)
     pack = pack_of(folder, shape, quantization, progress)
-    options = {"host_memory": host_memory, "gpus": gpu}
+    options: dict[str, Any] = {"host_memory": host_memory, "gpus": gpu, "tp": tp}
     results = [
         _with_budget(pack, SHAPES[shape], memory, task, rates, options, peer, progress)
         for memory in gpu_memory
@@ -166,7 +167,7 @@ def _with_budget(
     memory: str,
     task: Task,
     rates: Rates,
-    options: Mapping[str, str],
+    options: Mapping[str, Any],
     peer: PeerMaker | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:

@@ -41,6 +41,9 @@ def gpu(
         typer.Option(help="llama.cpp's program of this name: compare with it instead."),
     ] = None,
     gpu_id: Annotated[str, typer.Option(help="Which GPU, by number, or several: 0,1.")] = "0",
+    tp: Annotated[
+        int, typer.Option(min=1, help="Processes, each on one of --gpu-id's, that compute layers.")
+    ] = 1,
     folder: Annotated[
         Path | None,
         folder_to_write("Where the model is kept for the next time; deleted without."),
@@ -74,6 +77,7 @@ def gpu(
             quantization=quant,
             host_memory=host_memory,
             gpu=gpu_id,
+            tp=tp,
             peer=peer if peers else None,
             progress=status.update,
         )
