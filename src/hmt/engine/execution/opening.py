@@ -25,9 +25,12 @@ def open_executor(
     plan, kv = prepared.plan, memory.kv
     places = DeviceStages(memory.on_devices, plan.stage_devices)
     rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
+    share = None if prepared.divided is None else prepared.divided.share
     if config.executor == "plain":
         view = WeightsView(weights, prefetch=False)
-        return PlainExecutor(model, view, kv, tracer, places, rows, adapters=memory.adapters.store)
+        return PlainExecutor(
+            model, view, kv, tracer, places, rows, adapters=memory.adapters.store, share=share
+        )
     ahead = read_ahead(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,
@@ -47,6 +50,7 @@ def open_executor(
         rows,
         layers,
         adapters=memory.adapters.store,
+        share=share,
     )
 
 

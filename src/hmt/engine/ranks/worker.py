@@ -113,4 +113,4 @@ class _Worker:
             own = repeat_operations(output, self._kv, self._handles)
         except HMTError as error:
             raise RankError(f"its KV cache differs from the first rank's: {error}") from error
-        self._runner.run(replace(own, logit_rows=()))
+        self._runner.run(own)
