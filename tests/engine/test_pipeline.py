@@ -1,4 +1,4 @@
-"""Stages of a pipeline: which layers each has, what returns to the first one, and that they overlap."""
+"""Stages of a pipeline: which layers each has, what returns to the first, and that they overlap."""
 
 import itertools
 import random

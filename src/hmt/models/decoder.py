@@ -32,9 +32,12 @@ class Decoder(ABC, Model):
     `layer_params` and computes one layer in `layer`.
 
     divides   what of its layers several processes may divide: see `models.sharding`
+    staged    whether nothing but hidden states [tokens, hidden_size] goes from a layer to later
+              ones, so that processes may have some of the layers each
     """
 
     divides: ClassVar[tuple[str, ...]] = ()
+    staged: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from hmt.contracts.blocks import TRUNK, BlockKind
 from hmt.contracts.model import Model, ModelSpec
 from hmt.contracts.sharding import Collective, RankShare, Span
 from hmt.models.config import Config, head_dim
+from hmt.models.decoder import Decoder
 from hmt.models.registry import errors_of, family_of
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -58,10 +59,15 @@ def check_divisible(model: Model, *, tp: int, ep: int, pp: int = 1) -> None:
         raise ConfigError(
             f"{name} sees images, which one process encodes alone: leave tp, ep and pp out"
         )
-    if not parts:
+    if not parts and max(tp, ep) > 1:
         raise ConfigError(
-            f"layers of {name} cannot be divided among processes yet: leave tp, ep and pp out, or "
-            "name several GPUs with gpus, over which whole layers are spread"
+            f"layers of {name} cannot be divided among processes yet: leave tp and ep out; whole "
+            "ones are spread over several GPUs (gpus), or over processes of many families (pp)"
+        )
+    if pp > 1 and not (isinstance(model, Decoder) and model.staged):
+        raise ConfigError(
+            f"more than hidden states goes from layer to layer of {name}, so processes cannot "
+            "have some of them each: leave pp out, or name several GPUs with gpus"
         )
     if pp > model.spec.layers:
         raise ConfigError(

@@ -64,4 +64,6 @@ class PipelineStage:
 
 def _wanted(step: Step) -> torch.Tensor:
     """Rows of a step that the process with the output layer looks at: int64, ascending."""
-    return torch.cat((step.logit_rows, step.scored_rows, step.pooled_rows)).unique()
+    wanted = torch.cat((step.logit_rows, step.scored_rows, step.pooled_rows))
+    rows: torch.Tensor = torch.unique(wanted)
+    return rows

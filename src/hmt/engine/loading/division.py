@@ -30,10 +30,12 @@ def divide(source: Source, whole: Model, config: EngineConfig, rank: int) -> tup
     """
     check_divisible(whole, tp=config.tp, ep=config.ep, pp=config.pp)
     described = text_config(source.config, source.path)
-    found = source.units(whole.spec, config.quantization)
+    units = Units()
+    if config.ranks > config.pp:  # layers are divided, too
+        units = _units(source.units(whole.spec, config.quantization), head_dim(described))
     group = RankGroup(rank, config.ranks, config.pp)
     shares, remarks = shares_of(
-        described, divided_parts(whole), _units(found, head_dim(described)), group,
+        described, divided_parts(whole), units, group,
         tp=config.tp, ep=config.ep, stages=stages_of(whole.spec, config.pp),
     )  # fmt: skip
     model = open_share(source.config, source.path, whole.dtype, shares[rank])

@@ -81,6 +81,8 @@ def _prepare_rank(
 ) -> Prepared:
     """`prepare` for one of the processes that compute a model."""
     model, divided = divide(source, whole, config, rank)
+    if divided.share.stages > 1 and whole.spec.state_bytes:  # see ModelRunner.verifies
+        config = replace(config, draft_tokens=0)
     own = prepare_model(source, model, config, host_bytes, devices, device_bytes, divided)
     return replace(own, divided=divided)
 
