@@ -1,0 +1,202 @@
+"""`hmt serve --dp N`: N servers of a model as child processes, and what each of them is told.
+
+A replica listens at a socket in a folder that only this user can read, so no port is opened for it.
+It is told what to serve through its stdin, and ends when that ends: so it does not outlive this
+process.  What it says comes through its stdout as lines of JSON.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final, Self
+
+from hmt.base import errors
+from hmt.base.errors import ConfigError, HMTError, MachineError
+from hmt.base.log import logger
+from hmt.cli.options import EngineOptions
+from hmt.server.router import Replica
+
+_BOOT: Final = (
+    "import json, sys; sys.path[:] = json.loads(sys.stdin.readline()); "
+    "from hmt.cli.replica import main; main()"
+)
+_ROOT: Final = str(Path(__file__).parents[2])
+_KILLED_S: Final = 20.0  # beside the time that answers have: for files, and steps under way
+
+
+def divided(engine: EngineOptions, count: int) -> list[EngineOptions]:
+    """Options of each of `count` replicas: its part of the memory, threads and GPUs.
+
+    Raises ConfigError.
+    """
+    from hmt.engine import EngineConfig
+    from hmt.kernels.cpu.threads import usable_threads
+
+    config = EngineConfig.resolve(**engine.arguments())
+    for name in ("trace", "expert_trace"):
+        if getattr(engine, name, None) is not None:
+            raise ConfigError(f"{name} is of one process, and --dp {count} starts several")
+    gpus: Sequence[str] | None = config.gpus
+    each = config.ranks
+    if config.on_gpu and (gpus is None or len(gpus) != count * each):
+        raise ConfigError(
+            f"--dp {count} needs {count * each} GPUs, {each} for each replica, and "
+            f"{len(gpus or ('0',))} were named: --gpus "
+            f"{','.join(map(str, range(count * each)))}"
+        )
+    sizes = config.gpu_memory_bytes
+    found = []
+    for number in range(count):
+        own = slice(number * each, (number + 1) * each)
+        folder = config.prefix_cache_dir
+        found.append(
+            replace(
+                engine,
+                host_memory=str(config.host_memory_bytes // count),
+                threads=max(1, (config.threads or usable_threads()) // count),
+                gpus=None if gpus is None else ",".join(gpus[own]),
+                gpu_memory=None
+                if sizes is None
+                else ",".join(map(str, sizes if len(sizes) == 1 else sizes[own])),
+                prefix_cache_dir=None if folder is None else folder / f"replica-{number}",
+            )
+        )
+    return found
+
+
+class Replicas:
+    """Child processes that serve a model; use it in a `with` block.
+
+    replicas   as the router has them, in the order of their numbers
+    """
+
+    def __init__(self, orders: Sequence[Mapping[str, Any]], shutdown_s: float) -> None:
+        """Start a process for each of `orders`, which JSON must be able to carry.
+
+        shutdown_s   that they have for answers under way, once they are to end
+
+        Raises MachineError where the system starts none.
+        """
+        self._shutdown_s = shutdown_s
+        self._folder = Path(tempfile.mkdtemp(prefix="hmt-replicas-"))  # mode 0700
+        self._changed = threading.Condition()
+        self._ready: set[int] = set()
+        self._failure: HMTError | None = None
+        self._closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.replicas: list[Replica] = []
+        try:
+            for number, order in enumerate(orders):
+                path = self._folder / str(number)
+                self.replicas.append(Replica.at(number, path))
+                self._start(number, {**order, "number": number, "path": str(path)})
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, number: int, order: dict[str, Any]) -> None:
+        path = [_ROOT, *(entry for entry in sys.path if entry and entry != _ROOT)]
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for us
+            )
+            assert process.stdin is not None
+            self._processes.append(process)
+            process.stdin.write(f"{json.dumps(path)}\n{json.dumps(order)}\n".encode())
+            process.stdin.flush()
+        except OSError as error:
+            raise MachineError(f"replica {number} cannot be started: {error}") from error
+        threading.Thread(
+            target=self._hear, args=(number, process), name="hmt-replica", daemon=True
+        ).start()
+
+    def wait(self) -> None:
+        """Wait until all of them answer.  Raises what kept one from loading its model."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure or len(self._ready) == len(self._processes)
+            )
+            if self._failure is not None:
+                raise self._failure
+
+    @property
+    def pids(self) -> list[int]:
+        """Numbers of the processes."""
+        return [process.pid for process in self._processes]
+
+    def _hear(self, number: int, process: "subprocess.Popen[bytes]") -> None:
+        """What a replica says, until it ends."""
+        assert process.stdout is not None
+        said: HMTError | None = None
+        for line in process.stdout:
+            with suppress(ValueError, KeyError):
+                message = json.loads(line)
+                if message["state"] == "ready":
+                    with self._changed:
+                        self._ready.add(number)
+                        self._changed.notify_all()
+                else:
+                    said = _as_error(number, message)
+        status = process.wait()
+        if self._closing:
+            return
+        why = f"replica {number}, process {process.pid}, has ended (exit status {status})"
+        self.replicas[number].failure = why
+        logger.warning("%s: the others go on without it", why)
+        with self._changed:
+            self._failure = self._failure or said or MachineError(why)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End them: answers under way have their time.  Does nothing twice."""
+        self._closing = True
+        for process in self._processes:
+            with suppress(OSError):
+                process.send_signal(signal.SIGTERM)
+        for process in self._processes:
+            try:
+                process.wait(self._shutdown_s + _KILLED_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdin is not None
+            with suppress(OSError):
+                process.stdin.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def order_of(
+    model: Path, engine: EngineOptions, server: Mapping[str, Any], keys: Sequence[str]
+) -> dict[str, Any]:
+    """What a replica is told, as JSON has it.
+
+    server   fields of ServerOptions
+    keys     that clients must send, as their hashes
+    """
+    given = {"engine": asdict(engine), "server": dict(server), "keys": list(keys)}
+    plain: dict[str, Any] = json.loads(json.dumps(given | {"model": model}, default=str))
+    return plain
+
+
+def _as_error(number: int, message: Mapping[str, Any]) -> HMTError:
+    """What a replica raised, of the same class."""
+    kind = getattr(errors, str(message.get("kind")), MachineError)
+    known = isinstance(kind, type) and issubclass(kind, HMTError)
+    return (kind if known else MachineError)(f"replica {number}: {message.get('said')}")
