@@ -21,6 +21,7 @@ from typing import Any, Final, Self
 from hmt.base import errors
 from hmt.base.errors import ConfigError, HMTError, MachineError
 from hmt.base.log import logger
+from hmt.base.units import parse_bytes
 from hmt.cli.options import EngineOptions
 from hmt.server.router import Replica
 
@@ -40,19 +41,19 @@ def divided(engine: EngineOptions, count: int) -> list[EngineOptions]:
     from hmt.engine import EngineConfig
     from hmt.kernels.cpu.threads import usable_threads
 
-    config = EngineConfig.resolve(**engine.arguments())
+    alone = replace(engine, gpus=None, gpu_memory=None)
+    config = EngineConfig.resolve(**alone.arguments())
     for name in ("trace", "expert_trace"):
-        if getattr(engine, name, None) is not None:
+        if getattr(config, name) is not None:
             raise ConfigError(f"{name} is of one process, and --dp {count} starts several")
-    gpus: Sequence[str] | None = config.gpus
     each = config.ranks
-    if config.on_gpu and (gpus is None or len(gpus) != count * each):
+    gpus, sizes = _parts(engine.gpus), _parts(engine.gpu_memory)
+    on_gpu = bool(gpus) or any(map(parse_bytes, sizes))
+    if on_gpu and len(gpus) != count * each:
         raise ConfigError(
-            f"--dp {count} needs {count * each} GPUs, {each} for each replica, and "
-            f"{len(gpus or ('0',))} were named: --gpus "
-            f"{','.join(map(str, range(count * each)))}"
+            f"--dp {count} needs {count * each} GPUs, {each} for each replica, and {len(gpus)} "
+            f"were named: --gpus {','.join(map(str, range(count * each)))}"
         )
-    sizes = config.gpu_memory_bytes
     found = []
     for number in range(count):
         own = slice(number * each, (number + 1) * each)
@@ -62,14 +63,16 @@ def divided(engine: EngineOptions, count: int) -> list[EngineOptions]:
                 engine,
                 host_memory=str(config.host_memory_bytes // count),
                 threads=max(1, (config.threads or usable_threads()) // count),
-                gpus=None if gpus is None else ",".join(gpus[own]),
-                gpu_memory=None
-                if sizes is None
-                else ",".join(map(str, sizes if len(sizes) == 1 else sizes[own])),
+                gpus=",".join(gpus[own]) or None,
+                gpu_memory=",".join(sizes if len(sizes) == 1 else sizes[own]) or None,
                 prefix_cache_dir=None if folder is None else folder / f"replica-{number}",
             )
         )
     return found
+
+
+def _parts(given: str | None) -> list[str]:
+    return [] if given is None else [part.strip() for part in given.split(",")]
 
 
 class Replicas:
@@ -92,6 +95,7 @@ class Replicas:
         self._failure: HMTError | None = None
         self._closing = False
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._hearing: list[threading.Thread] = []
         self.replicas: list[Replica] = []
         try:
             for number, order in enumerate(orders):
@@ -117,9 +121,11 @@ class Replicas:
             process.stdin.flush()
         except OSError as error:
             raise MachineError(f"replica {number} cannot be started: {error}") from error
-        threading.Thread(
+        hears = threading.Thread(
             target=self._hear, args=(number, process), name="hmt-replica", daemon=True
-        ).start()
+        )
+        hears.start()
+        self._hearing.append(hears)
 
     def wait(self) -> None:
         """Wait until all of them answer.  Raises what kept one from loading its model."""
@@ -139,8 +145,8 @@ class Replicas:
         """What a replica says, until it ends."""
         assert process.stdout is not None
         said: HMTError | None = None
-        for line in process.stdout:
-            with suppress(ValueError, KeyError):
+        with process.stdout as told:
+            for line in told:
                 message = json.loads(line)
                 if message["state"] == "ready":
                     with self._changed:
@@ -173,6 +179,8 @@ class Replicas:
             assert process.stdin is not None
             with suppress(OSError):
                 process.stdin.close()
+        for hears in self._hearing:
+            hears.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:

@@ -267,7 +267,7 @@ def _serve_replicas(
     keys = [f"sha256:{one.hex()}" for one in config.keys.hashes]
     parts = divided(engine, server.dp)
     orders = [order_of(path, part, asdict(own), keys) for part in parts]
-    arguments = engine.arguments() | {"max_batch": server.max_batch}
+    arguments = parts[0].arguments() | {"max_batch": server.max_batch}
     at_once = EngineConfig.resolve(**arguments).max_batch
     with Replicas(orders, config.shutdown_s) as replicas:
         replicas.wait()
