@@ -21,7 +21,7 @@ from hmt.server.router import create_router
 pytestmark = pytest.mark.usefixtures("quick_processes")
 
 KEY = "sk-correct-horse"
-ENGINE = EngineOptions(host_memory="64MiB", context=1024, threads=2)
+ENGINE = EngineOptions(host_memory="64MiB", context=1024, threads=1)
 
 
 def orders(engine: EngineOptions = ENGINE, count: int = 2) -> list[dict[str, Any]]:
@@ -31,7 +31,10 @@ def orders(engine: EngineOptions = ENGINE, count: int = 2) -> list[dict[str, Any
 
 
 def test_every_request_ends_although_a_replica_is_killed() -> None:
-    """Some have begun, some wait: they come whole from another, or end with an error."""
+    """Some have begun, some wait: they come whole from another, or end with an error.
+
+    Another process takes the place of the one that was killed.
+    """
     config = ServerConfig(keys=KeyRing.of([KEY]))
 
     async def ask(client: Any, number: int) -> str:
@@ -46,19 +49,22 @@ def test_every_request_ends_although_a_replica_is_killed() -> None:
         async with http(app, authorization=f"Bearer {KEY}") as client:
             asked = [asyncio.create_task(ask(client, n)) for n in range(24)]
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            os.kill(replicas.pids[1], signal.SIGKILL)
+            killed = replicas.pids[1]
+            os.kill(killed, signal.SIGKILL)
             texts = await asyncio.gather(*asked)
             cut = [text for text in texts if "replica 1) has ended" in text]
             whole = [text for text in texts if '"finish_reason"' in text and text not in cut]
             assert len(cut) + len(whole) == 24 and len(whole) > 12
             assert all(text.startswith("data: ") for text in cut), "others are asked again"
-            while not replicas.replicas[1].failure:
-                await asyncio.sleep(0.01)
-            assert "process" in replicas.replicas[1].failure
             again = [await ask(client, n) for n in range(2)]
             assert not any("has ended" in text for text in again)
+            while replicas.pids[1] == killed or replicas.replicas[1].failure:
+                await asyncio.sleep(0.01)  # until another process has its place
             health = await client.get("/health")
-            assert health.json() == {"status": "ok", "replicas": {"0": True, "1": False}}
+            assert health.json() == {"status": "ok", "replicas": {"0": True, "1": True}}
+            taken = replicas.replicas[1].taken
+            await asyncio.gather(*(ask(client, n) for n in range(4)))
+            assert replicas.replicas[1].taken > taken
 
     with Replicas(orders(), 5.0) as replicas:
         replicas.wait()
@@ -82,7 +88,7 @@ def test_replicas_divide_what_there_is(tmp_path: Path) -> None:
     parts = [EngineConfig.resolve(**part.arguments()) for part in divided(given, 2)]
     assert [one.gpus for one in parts] == [("0", "1"), ("2", "3")]
     assert [one.gpu_memory_bytes for one in parts] == [(1 << 30, 2 << 30), (3 << 30, 4 << 30)]
-    assert {(one.host_memory_bytes, one.threads) for one in parts} == {(1 << 29, 3)}
+    assert {(one.host_memory_bytes, one.threads) for one in parts} == {(1 << 29, 6)}
     kept = divided(EngineOptions(prefix_cache_dir=tmp_path), 2)
     assert [one.prefix_cache_dir for one in kept] == [tmp_path / f"replica-{n}" for n in (0, 1)]
     for refused, said in (

@@ -42,8 +42,10 @@ def _serve(order: Mapping[str, Any], ready: Any) -> None:
 
     server = _options(ServerOptions, order["server"])
     config = server.config(KeyRing.of(order["keys"]), replica=order["number"])
+    path = Path(order["path"])
+    path.unlink(missing_ok=True)  # of one that has ended, in whose place this is
     bound = socket.socket(socket.AF_UNIX)
-    bound.bind(order["path"])
+    bound.bind(str(path))
     engine = _options(EngineOptions, order["engine"])
     serve_here(Path(order["model"]), engine, server, config, bound, lambda address: ready())
 

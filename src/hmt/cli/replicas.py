@@ -34,8 +34,9 @@ _KILLED_S: Final = 20.0  # beside the time that answers have: for files, and ste
 
 
 def divided(engine: EngineOptions, count: int) -> list[EngineOptions]:
-    """Options of each of `count` replicas: its part of the memory, threads and GPUs.
+    """Options of each of `count` replicas: its part of the memory, the cores and the GPUs.
 
+    A number of threads that was given is that of each process, as with ranks.
     Raises ConfigError.
     """
     from hmt.engine import EngineConfig
@@ -62,7 +63,7 @@ def divided(engine: EngineOptions, count: int) -> list[EngineOptions]:
             replace(
                 engine,
                 host_memory=str(config.host_memory_bytes // count),
-                threads=max(1, (config.threads or usable_threads()) // count),
+                threads=config.threads or max(1, usable_threads() // (count * each)),
                 gpus=",".join(gpus[own]) or None,
                 gpu_memory=",".join(sizes if len(sizes) == 1 else sizes[own]) or None,
                 prefix_cache_dir=None if folder is None else folder / f"replica-{number}",
@@ -94,19 +95,21 @@ class Replicas:
         self._ready: set[int] = set()
         self._failure: HMTError | None = None
         self._closing = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._orders: list[dict[str, Any]] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._hearing: list[threading.Thread] = []
         self.replicas: list[Replica] = []
         try:
             for number, order in enumerate(orders):
                 path = self._folder / str(number)
                 self.replicas.append(Replica.at(number, path))
-                self._start(number, {**order, "number": number, "path": str(path)})
+                self._orders.append({**order, "number": number, "path": str(path)})
+                self._start(number)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, number: int, order: dict[str, Any]) -> None:
+    def _start(self, number: int) -> None:
         path = [_ROOT, *(entry for entry in sys.path if entry and entry != _ROOT)]
         try:
             process = subprocess.Popen(
@@ -116,8 +119,9 @@ class Replicas:
                 start_new_session=True,  # Ctrl-C is for us
             )
             assert process.stdin is not None
-            self._processes.append(process)
-            process.stdin.write(f"{json.dumps(path)}\n{json.dumps(order)}\n".encode())
+            self._processes[number] = process
+            told = f"{json.dumps(path)}\n{json.dumps(self._orders[number])}\n"
+            process.stdin.write(told.encode())
             process.stdin.flush()
         except OSError as error:
             raise MachineError(f"replica {number} cannot be started: {error}") from error
@@ -139,46 +143,62 @@ class Replicas:
     @property
     def pids(self) -> list[int]:
         """Numbers of the processes."""
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self._processes.values()]
 
     def _hear(self, number: int, process: "subprocess.Popen[bytes]") -> None:
         """What a replica says, until it ends."""
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stdin is not None
         said: HMTError | None = None
         with process.stdout as told:
             for line in told:
                 message = json.loads(line)
                 if message["state"] == "ready":
+                    self.replicas[number].failure = ""
                     with self._changed:
                         self._ready.add(number)
                         self._changed.notify_all()
                 else:
                     said = _as_error(number, message)
         status = process.wait()
+        with suppress(OSError):
+            process.stdin.close()
         if self._closing:
             return
         why = f"replica {number}, process {process.pid}, has ended (exit status {status})"
         self.replicas[number].failure = why
-        logger.warning("%s: the others go on without it", why)
         with self._changed:
+            had_begun = number in self._ready
             self._failure = self._failure or said or MachineError(why)
             self._changed.notify_all()
+        if had_begun:
+            logger.warning("%s: it is started again, and the others go on meanwhile", why)
+            self._start_again(number)
+        else:
+            logger.warning("%s: the others go on without it", said or why)
+
+    def _start_again(self, number: int) -> None:
+        """Start another process in the place of one that has ended."""
+        with self._changed:
+            self._ready.discard(number)
+            if self._closing:
+                return
+            try:
+                self._start(number)
+            except MachineError as error:
+                logger.warning("%s", error)
 
     def close(self) -> None:
         """End them: answers under way have their time.  Does nothing twice."""
-        self._closing = True
-        for process in self._processes:
+        with self._changed:
+            self._closing = True
+        for process in self._processes.values():
             with suppress(OSError):
                 process.send_signal(signal.SIGTERM)
-        for process in self._processes:
+        for process in self._processes.values():
             try:
                 process.wait(self._shutdown_s + _KILLED_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
-            assert process.stdin is not None
-            with suppress(OSError):
-                process.stdin.close()
         for hears in self._hearing:
             hears.join()
         shutil.rmtree(self._folder, ignore_errors=True)

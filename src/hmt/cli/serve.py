@@ -121,7 +121,7 @@ class ServerOptions:
         _where(
             min=1,
             help="Servers of the model behind one address, each a process with its part of the "
-            "memory, threads and GPUs; prompts go where their beginning is known.",
+            "memory, cores and GPUs; prompts go where their beginning is known.",
         ),
     ] = 1
     log_requests: Annotated[
