@@ -28,6 +28,7 @@ def test_every_engine_option_is_one_of_the_engines(tmp_path):
         "gpu_memory": "1GiB",
         "gpus": "fake",
         "tp": 1,  # several go with few of the others
+        "pp": 1,
         "ep": 1,
         "adapter": [f"own={tmp_path}"],
         "adapter_memory": "1MiB",
@@ -102,7 +103,15 @@ def test_a_plan_of_several_processes_says_what_each_has(hmt):
     weights = re.findall(r"rank (\d): (\S+) MiB of weights, 0 B .*of 20.0 MiB", done.out)
     assert [rank for rank, _ in weights] == ["1", "2"]
     assert all(6 < float(size) < 8 for _, size in weights), "a third of the layers, the embedding"
-    for refused in ((*asked, "--explain"), ("simulate", "--tp", "2"), ("plan", "--ep", "2")):
+    staged = hmt("plan", "--pp", "2", "--host-memory", "60MiB", "--context", "256")
+    (size,) = re.findall(r"rank 1: (\S+) MiB of weights", staged.out)
+    assert 6 < float(size) < 8, "half of the layers"
+    for refused in (
+        (*asked, "--explain"),
+        ("simulate", "--tp", "2"),
+        ("simulate", "--pp", "2"),
+        ("plan", "--ep", "2"),
+    ):
         said = hmt(*refused)
         assert said.code and ("leave it out" in said.err or "has no experts" in said.err)
 

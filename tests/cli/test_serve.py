@@ -28,6 +28,7 @@ def test_a_public_address_without_a_key_is_refused(hmt):
         (("--timeout", "0"), "timeout"),
         (("--max-batch", "0"), "max_batch"),
         (("--chat-template", "/nowhere.jinja"), "cannot be read"),
+        (("--dp", "2", "--extra-model", "/tmp"), "--extra-model is of one server"),
         (("--allow-image-host", "https://example.org"), "without https://"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""Families whose layers several processes divide: logits are transformers', whatever the cuts."""
+"""Families that several processes divide: logits are transformers', whatever the cuts."""
 
 import random
 import re
@@ -8,15 +8,23 @@ import pytest
 import torch
 from default_part import first_of_each
 from plain_memory import published, put_tokenizer, random_reference
-from random_configs import PROMPT_TOKENS, Case, cases
+from random_configs import PROMPT_TOKENS, Case, case_of, cases
 from rank_threads import ranks_as_threads
 
 import hmt
+from hmt.base.errors import ConfigError
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.sharding import RankShare
 from hmt.distributed import RankGroup
 from hmt.models import open_model, with_architecture
-from hmt.models.sharding import Units, divided_parts, open_share, shares_of, text_config
+from hmt.models.sharding import (
+    Units,
+    check_divisible,
+    divided_parts,
+    open_share,
+    shares_of,
+    text_config,
+)
 from hmt.weights.sharding import cut_of
 
 TOLERANCE = 1e-4
@@ -29,7 +37,18 @@ DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
 SPARSE = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2")
 
 
-@pytest.mark.parametrize("case", first_of_each(cases(*DENSE, *SPARSE)), ids=lambda case: case.name)
+WHOLE_LAYERS = ("qwen3_next", "mamba")
+OTHER_HYBRIDS = ("jamba", "kimi_linear", "nemotron_h", "lfm2", "falcon_h1", "minimax")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *first_of_each(cases(*DENSE, *SPARSE, *WHOLE_LAYERS)),
+        *(pytest.param(case_of(f"{name}-0"), marks=pytest.mark.whole) for name in OTHER_HYBRIDS),
+    ],
+    ids=lambda case: case.name,
+)
 def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
     reference = random_reference(case.config, case.seed)
     published(reference, tmp_path)
@@ -38,7 +57,9 @@ def test_logits_equal_transformers(case: Case, tmp_path: Path) -> None:
     tokens = [rng.randrange(case.config.vocab_size) for _ in range(PROMPT_TOKENS + 5)]
     with torch.inference_mode():
         wanted = reference(torch.tensor([tokens]), **case.options).logits[0]
-    ways = [{"tp": 2}, {"ep": 2}] if case.name.rpartition("-")[0] in SPARSE else [{"tp": 2}]
+    family = case.name.rpartition("-")[0]
+    ways = [{"tp": 2}, {"ep": 2}] if family in SPARSE else [{"tp": 2}]
+    ways = [{"pp": 2}] if family in (*WHOLE_LAYERS, *OTHER_HYBRIDS) else ways
     for way in ways:
         with ranks_as_threads(), hmt.Engine(**OPTIONS, **way) as engine:
             model = engine.load_model(tmp_path)
@@ -79,3 +100,13 @@ def divided(block: BlockId, share: RankShare) -> bool:
     """Whether ranks divide what is in a block."""
     spans = {BlockKind.ATTENTION: share.heads, BlockKind.FFN: share.width}
     return spans.get(block.kind) is not None
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "deepseek_v32"])
+def test_layers_that_share_more_than_hidden_states_stay_in_one_process(
+    family: str, tmp_path: Path
+) -> None:
+    config = with_architecture(case_of(f"{family}-0").config.to_dict())
+    whole = open_model(config, tmp_path, torch.float32)
+    with pytest.raises(ConfigError, match="leave pp out"):
+        check_divisible(whole, tp=1, ep=1, pp=2)

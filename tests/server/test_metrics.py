@@ -12,8 +12,8 @@ OURS = f"model_name={NAME}"
 Samples = dict[tuple[str, ...], float]
 
 
-async def scrape(app: FastAPI) -> Samples:
-    async with http(app) as client:
+async def scrape(app: FastAPI, key: str = "") -> Samples:
+    async with http(app, **{"x-api-key": key} if key else {}) as client:
         done = await client.get("/metrics")
     assert done.status_code == 200 and done.headers["content-type"].startswith("text/plain")
     return {

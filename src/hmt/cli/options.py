@@ -91,6 +91,13 @@ class EngineOptions:
     ep: Annotated[
         int | None, _compute(help="Processes that divide each layer's experts alone.")
     ] = None
+    pp: Annotated[
+        int | None,
+        _compute(
+            help="Stages of a pipeline, each with some of the layers: as many processes, times "
+            "those of --tp or --ep."
+        ),
+    ] = None
     quant: Annotated[
         str | None,
         _compute(

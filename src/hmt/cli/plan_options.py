@@ -139,8 +139,8 @@ def _refuse_several(config: "EngineConfig", what: str) -> None:
     """Raise ConfigError for several GPUs or processes: so far `what` is for one."""
     if config.ranks > 1:
         raise ConfigError(
-            f"{config.ranks} processes were asked for (tp={config.tp}, ep={config.ep}), and {what} "
-            "with one of them: leave --tp and --ep out"
+            f"{config.ranks} processes were asked for (tp={config.tp}, ep={config.ep}, "
+            f"pp={config.pp}), and {what} with one of them: leave --tp, --ep and --pp out"
         )
     if len(config.gpus or ()) > 1 or len(config.gpu_memory_bytes or ()) > 1:
         raise ConfigError(

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def refuse_ranks(engine: EngineOptions, what: str) -> None:
     """Raise ConfigError for several processes: so far `what` is for one."""
-    asked = [f"--{name} {n}" for name, n in (("tp", engine.tp), ("ep", engine.ep)) if n is not None]
+    numbers = ("tp", engine.tp), ("ep", engine.ep), ("pp", engine.pp)
+    asked = [f"--{name} {n}" for name, n in numbers if n is not None]
     if asked:
         raise ConfigError(
             f"{what} of one process, and {' and '.join(asked)} was given: leave it out"

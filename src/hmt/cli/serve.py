@@ -1,6 +1,6 @@
 """`hmt serve`: a model over HTTP, the OpenAI way."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,10 @@ from hmt.cli.plan_options import suggesting
 from hmt.cli.remembered import settled
 
 if TYPE_CHECKING:
-    from hmt.server import ServerConfig
+    import socket
+    from collections.abc import Callable
+
+    from hmt.server import KeyRing, ServerConfig
 
 # Options by the panel of the help in which they are.
 _where = partial(typer.Option, rich_help_panel="Where")
@@ -113,6 +116,14 @@ class ServerOptions:
             "/v1/load_lora_adapter); see --adapter-memory."
         ),
     ] = None
+    dp: Annotated[
+        int,
+        _where(
+            min=1,
+            help="Servers of the model behind one address, each a process with its part of the "
+            "memory, cores and GPUs; prompts go where their beginning is known.",
+        ),
+    ] = 1
     log_requests: Annotated[
         bool,
         _limits(
@@ -135,9 +146,15 @@ class ServerOptions:
             found[name] = folder
         return found
 
-    def config(self) -> "ServerConfig":
-        """The same for the server.  Raises ConfigError."""
-        from hmt.server import KeyRing, ServerConfig
+    def keys(self) -> "KeyRing":
+        """Whom to serve.  Raises ConfigError."""
+        from hmt.server import KeyRing
+
+        return KeyRing.of(self.api_key or (), self.api_key_file)
+
+    def config(self, keys: "KeyRing", replica: int | None = None) -> "ServerConfig":
+        """The same for the server, and see ServerConfig.  Raises ConfigError."""
+        from hmt.server import ServerConfig
         from hmt.text import read_template
 
         template = None if self.chat_template is None else read_template(self.chat_template)
@@ -145,7 +162,7 @@ class ServerOptions:
             name=self.name,
             host=self.host,
             port=self.port,
-            keys=KeyRing.of(self.api_key or (), self.api_key_file),
+            keys=keys,
             public=self.public,
             max_waiting=self.max_waiting,
             default_new_tokens=self.max_tokens,
@@ -157,6 +174,7 @@ class ServerOptions:
             log_requests=self.log_requests,
             chat_template=template,
             adapter_dir=self.adapter_dir,
+            replica=replica,
         )
 
 
@@ -175,14 +193,11 @@ def serve(
             f"hmt serve needs {error.name}, which is not installed: pip install 'hmt[serve]'"
         ) from error
     from hmt.formats import shown_name
-    from hmt.memory import limit_malloc_arenas
 
-    limit_malloc_arenas()
-    config, engine = server.config(), settled(engine, model, remember)
+    keys = server.keys()
+    config, engine = server.config(keys), settled(engine, model, remember)
     path, console = choose_model(model), notes()
     name = config.name or shown_name(path)
-    also = server.others(name)
-    first = None if server.first_memory is None else parse_bytes(server.first_memory)
 
     def started(address: str) -> None:
         console.print(
@@ -192,15 +207,69 @@ def serve(
         )
 
     with room.bind(config) as bound:
-        with loading(f"loading {shown_name(path)}") as report:
-            from hmt.engine import Engine
+        if server.dp > 1:
+            _serve_replicas(path, engine, server, config, bound, started)
+        else:
+            serve_here(path, engine, server, config, bound, started)
 
-            arguments = engine.arguments() | {"max_batch": server.max_batch}
-            with suggesting(path, arguments | ({"host_memory": first} if first else {})):
-                engines = Engine(**arguments)
-                if told := engines.numa:
-                    console.print(f"NUMA: {told}", soft_wrap=True, markup=False)
-                loaded = engines.load_model(path, progress=report, host_memory=first)
-        others = room.LoadableModels(engines, also) if also else None
-        with engines:
-            room.serve(loaded, config, bound, started, others)
+
+def serve_here(
+    path: Path,
+    engine: EngineOptions,
+    server: ServerOptions,
+    config: "ServerConfig",
+    bound: "socket.socket",
+    started: "Callable[[str], None]",
+) -> None:
+    """Load the model and serve it in this process; see hmt.server.serve."""
+    import hmt.server as room
+    from hmt.formats import shown_name
+    from hmt.memory import limit_malloc_arenas
+
+    limit_malloc_arenas()
+    also = server.others(config.name or shown_name(path))
+    first = None if server.first_memory is None else parse_bytes(server.first_memory)
+    with loading(f"loading {shown_name(path)}") as report:
+        from hmt.engine import Engine
+
+        arguments = engine.arguments() | {"max_batch": server.max_batch}
+        with suggesting(path, arguments | ({"host_memory": first} if first else {})):
+            engines = Engine(**arguments)
+            if told := engines.numa:
+                notes().print(f"NUMA: {told}", soft_wrap=True, markup=False)
+            loaded = engines.load_model(path, progress=report, host_memory=first)
+    others = room.LoadableModels(engines, also) if also else None
+    with engines:
+        room.serve(loaded, config, bound, started, others)
+
+
+def _serve_replicas(
+    path: Path,
+    engine: EngineOptions,
+    server: ServerOptions,
+    config: "ServerConfig",
+    bound: "socket.socket",
+    started: "Callable[[str], None]",
+) -> None:
+    """Serve the model by several processes, and route requests to them in this one."""
+    import hmt.server as room
+    from hmt.cli.replicas import Replicas, divided, order_of
+    from hmt.engine import EngineConfig
+    from hmt.server.router import create_router
+
+    for option, given in (
+        ("--extra-model", server.extra_model), ("--first-memory", server.first_memory),
+        ("--adapter-dir", server.adapter_dir),
+    ):  # fmt: skip
+        if given:
+            raise ConfigError(f"{option} is of one server, and --dp {server.dp} starts several")
+    own = replace(server, api_key=None, api_key_file=None, dp=1, log_requests=False, origin=None)
+    keys = [f"sha256:{one.hex()}" for one in config.keys.hashes]
+    parts = divided(engine, server.dp)
+    orders = [order_of(path, part, asdict(own), keys) for part in parts]
+    arguments = parts[0].arguments() | {"max_batch": server.max_batch}
+    at_once = EngineConfig.resolve(**arguments).max_batch
+    with Replicas(orders, config.shutdown_s) as replicas:
+        replicas.wait()
+        app = create_router(replicas.replicas, config, at_once=at_once)
+        room.serve_app(app, config, bound, started)

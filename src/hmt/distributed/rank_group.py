@@ -1,6 +1,7 @@
-"""A process group of the ranks of one model: Gloo between CPUs, NCCL between GPUs."""
+"""Process groups of the ranks of one model: Gloo between CPUs, NCCL between GPUs."""
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from hmt.base.errors import ConfigError, RankError
 # and a rank that has ended closes its connections at once: only one that hangs comes to this.
 _PATIENCE: Final = timedelta(minutes=10)
 _PARTING_S: Final = 10.0
-_STORE: Final = "ranks"  # file in the run's own folder, by which ranks find each other
+_UNRECEIVED: Final = 2  # tensors that a stage may be ahead of the next one, besides the last
 
 
 class RankGroup:
@@ -24,11 +25,15 @@ class RankGroup:
     rank, ranks   its number, from 0, and how many there are
     """
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        """Not connected: nothing can be added yet."""
+    def __init__(self, rank: int, ranks: int, stages: int = 1) -> None:
+        """Not connected: nothing can be added yet.  As many ranks are in each of `stages`."""
         self.rank, self.ranks = rank, ranks
         self.announce: Callable[[], None] | None = None
-        self._group: Any = None  # torch's stubs do not know what groups can do
+        self._width, self._stages = ranks // stages, stages
+        # torch's stubs do not know what groups can do.
+        self._sums: Any = None  # of the ranks of this stage
+        self._pipeline: Any = None  # of the ranks that have the same part of each stage's layers
+        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._broken = ""
         self._parting: Thread | None = None
         self._rehearses = self._on_gpu = False
@@ -37,11 +42,22 @@ class RankGroup:
         """Wait for all ranks to connect.
 
         folder   that only these processes can read, the same for all
-        on_gpu   each rank computes on another GPU, its current one: they meet through NCCL
+        on_gpu   each rank computes on another GPU, its current one: sums go through NCCL
 
-        Gloo listens on the loopback interface alone.  Raises RankError, and ConfigError where torch
-        was built without what it takes.
+        What stages send goes through host memory, with Gloo.  Gloo listens on the loopback
+        interface alone.  Raises RankError, and ConfigError where torch was built without what it
+        takes.
         """
+        self._on_gpu = on_gpu
+        stage, part = divmod(self.rank, self._width)
+        if self._width > 1:
+            file = folder / f"stage-{stage}"
+            self._sums = self._open(file, part, self._width, on_gpu=on_gpu)
+        if self._stages > 1:
+            self._pipeline = self._open(folder / f"part-{part}", stage, self._stages, on_gpu=False)
+
+    def _open(self, file: Path, rank: int, ranks: int, *, on_gpu: bool) -> Any:
+        """A group of some ranks, which find each other by `file`."""
         import torch.distributed as dist  # half a second
 
         name = "nccl" if on_gpu else "gloo"
@@ -49,20 +65,18 @@ class RankGroup:
         if not available:
             raise ConfigError(
                 f"torch {torch.__version__} was built without {name}, which ranks meet through: "
-                "leave tp and ep out, or install another torch"
+                "leave tp, ep and pp out, or install another torch"
             )
-        self._on_gpu = on_gpu
-        store = dist.FileStore(str(folder / _STORE), self.ranks)
+        store = dist.FileStore(str(file), ranks)
         try:
             if on_gpu:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = _PATIENCE
-                self._group = dist.ProcessGroupNCCL(store, self.rank, self.ranks, options)
-            else:
-                own = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                own._timeout = _PATIENCE
-                own._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-                self._group = dist.ProcessGroupGloo(store, self.rank, self.ranks, own)
+                return dist.ProcessGroupNCCL(store, rank, ranks, options)
+            own = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            own._timeout = _PATIENCE
+            own._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            return dist.ProcessGroupGloo(store, rank, ranks, own)
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} of {self.ranks} found no other: {error}") from error
 
@@ -77,14 +91,14 @@ class RankGroup:
         if self._rehearses:
             return partial
         own = partial.contiguous()
-        if self.ranks == 2:
-            with self._meeting() as group:
+        if self._width == 2:
+            with self._talking(self._sums) as group:
                 group.allreduce([own]).wait()
             return own
-        gathered = own.new_empty(self.ranks * len(own), *own.shape[1:])
-        with self._meeting() as group:
+        gathered = own.new_empty(self._width * len(own), *own.shape[1:])
+        with self._talking(self._sums) as group:
             group._allgather_base(gathered, own).wait()
-        first, *others = gathered.chunk(self.ranks)
+        first, *others = gathered.chunk(self._width)
         total = first.float()
         for part in others:
             total = total + part
@@ -92,16 +106,30 @@ class RankGroup:
 
     def share(self, tensor: torch.Tensor) -> None:
         """Implements Collective."""
-        with self._meeting() as group:
+        with self._talking(self._sums) as group:
             group.broadcast(tensor, 0).wait()
 
+    def send(self, tensor: torch.Tensor, stage: int) -> None:
+        """Implements Collective.  A send is done only once the other rank wants it."""
+        own = tensor.contiguous()
+        with self._talking(self._pipeline) as group:
+            self._sent.append((group.send([own], stage, 0), own))
+            while len(self._sent) > _UNRECEIVED:
+                self._sent.popleft()[0].wait()
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, stage: int) -> torch.Tensor:
+        """Implements Collective."""
+        tensor = torch.empty(*shape, dtype=dtype)
+        with self._talking(self._pipeline) as group:
+            group.recv([tensor], stage, 0).wait()
+        return tensor
+
     @contextmanager
-    def _meeting(self) -> Iterator[Any]:
-        """In the body, what torch calls a process group.  Raises RankError."""
-        group = self._group
-        if group is None or self._broken:
-            raise RankError(self._broken or "the ranks have not been connected")
+    def _talking(self, group: Any) -> Iterator[Any]:
+        """In the body, `group`; what ends it there becomes RankError."""
         try:
+            if group is None or self._broken:
+                raise RankError(self._broken or "the ranks have not been connected")
             yield group
         except RuntimeError as error:
             self.abort(f"another process that computes this model has ended: {_first_line(error)}")
@@ -119,16 +147,19 @@ class RankGroup:
     def abort(self, why: str) -> None:
         """Let what waits for other ranks, and all that comes, raise RankError.  For any thread."""
         self._broken = self._broken or why
-        group, self._group = self._group, None
-        if group is None:
+        sums, pipeline = self._sums, self._pipeline
+        self._sums = self._pipeline = None
+        if pipeline is not None:
+            pipeline.abort()
+        if sums is None:
             return
         if self._on_gpu:
             # It lets kernels end that wait for a rank, and then waits itself until no capture has
             # its sums any more: seen to last for ever where the caller held these.
-            self._parting = Thread(target=group.abort, name="ranks part", daemon=True)
+            self._parting = Thread(target=sums.abort, name="ranks part", daemon=True)
             self._parting.start()
         else:
-            group.abort()
+            sums.abort()
 
     def close(self, why: str) -> None:
         """`abort`, and wait for it, where what was captured has been let go."""

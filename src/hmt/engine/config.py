@@ -61,8 +61,10 @@ class EngineConfig:
                           them: "0,1"; "fake" to try the tier without one; None: 0
     tp                    processes that divide each layer's heads, widths and experts
     ep                    processes that divide each layer's experts, and have the rest whole; with
-                          tp, the same number.  Of several processes each has its part of
-                          host_memory and of threads, and one of gpus
+                          tp, the same number
+    pp                    stages of processes, each with some of the layers; times tp or ep, as many
+                          processes.  Of several processes each has its part of host_memory and of
+                          threads, and one of gpus
     context               positions of KV over all requests; None: the planner's choice
     adapters              (name, path) of low-rank adapters that requests may name: folders of
                           peft, or GGUF files; given as "NAME=PATH", or several of these
@@ -144,6 +146,7 @@ class EngineConfig:
     gpu_memory_bytes: tuple[int, ...] | None = None
     gpus: tuple[str, ...] | None = None
     tp: int = 1
+    pp: int = 1
     ep: int = 1
     context: int | None = None
     adapters: tuple[tuple[str, Path], ...] = ()
@@ -243,7 +246,7 @@ class EngineConfig:
     @property
     def ranks(self) -> int:
         """Processes that compute a model together."""
-        return max(self.tp, self.ep)
+        return max(self.tp, self.ep) * self.pp
 
     def of_rank(self, rank: int) -> "EngineConfig":
         """What one of these processes is told: its part of the memory and of the threads."""
@@ -272,8 +275,9 @@ def check_ranks(config: EngineConfig) -> None:
     """Raise ConfigError for options that several processes do not have yet."""
     if config.ranks == 1:
         return
-    asked = f"tp={config.tp} and ep={config.ep}"
-    if 1 < min(config.tp, config.ep) < config.ranks:
+    numbers = ("tp", config.tp), ("ep", config.ep), ("pp", config.pp)
+    asked = " and ".join(f"{name}={number}" for name, number in numbers if number > 1)
+    if 1 < min(config.tp, config.ep) < max(config.tp, config.ep):
         raise ConfigError(
             f"{asked}: processes divide both, so give the same number, or one of them"
         )
@@ -435,6 +439,7 @@ def _check(values: dict[str, Any]) -> None:
         "threads": 1,
         "tp": 1,
         "ep": 1,
+        "pp": 1,
     }
     for name, minimum in least.items():
         value = values.get(name, minimum)

@@ -52,6 +52,11 @@ class ModelRunner:
         """
         self._images = memory.images
         self._ranks = memory.ranks
+        # Of the stages of a pipeline some may have no state, and know nothing of a journal of it.
+        divided = prepared.divided
+        self._takes_drafts = (
+            divided is None or divided.share.stages == 1 or not divided.whole.state_bytes
+        )
         self._weights = memory.layer_weights(prepared.plan)
         observers, self.expert_prefetcher = open_observers(
             prepared.model, prepared.plan, memory, prefetch=prepared.demand.prefetch_experts
@@ -183,7 +188,7 @@ class ModelRunner:
 
     def verifies(self, sequences: int) -> bool:
         """See Executor."""
-        return self.executor.verifies(sequences)
+        return self._takes_drafts and self.executor.verifies(sequences)
 
     @property
     def has_captured(self) -> bool:

@@ -21,6 +21,7 @@ from hmt.models.config import Config, max_context, rotaries
 _EMBEDDING = BlockId(TRUNK, BlockKind.EMBEDDING)
 _OUTPUT = "lm_head.weight"
 _NO_SOURCES: Mapping[int, int] = {}
+_STAGES = "several processes compute the layers, one after another"
 _HEAD_CHUNK_BYTES = 16 * MIB  # of bf16: long enough to read at full speed
 
 
@@ -31,9 +32,12 @@ class Decoder(ABC, Model):
     `layer_params` and computes one layer in `layer`.
 
     divides   what of its layers several processes may divide: see `models.sharding`
+    staged    whether nothing but hidden states [tokens, hidden_size] goes from a layer to later
+              ones, so that processes may have some of the layers each
     """
 
     divides: ClassVar[tuple[str, ...]] = ()
+    staged: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -80,7 +84,7 @@ class Decoder(ABC, Model):
             vocab_size=config.vocab_size,
             max_context=max_context(config),
             blocks=(
-                _embedding(config, table_name),
+                *_embedding(config, table_name, self._share),
                 *tables,
                 *(
                     block
@@ -90,18 +94,20 @@ class Decoder(ABC, Model):
                 ),
                 *_head(config, self.final_params(norm_name), table_name, self._share),
             ),
-            kv=tuple(kv),
+            kv=tuple(layer if self._computes(index) else None for index, layer in enumerate(kv)),
             activation_width=activation_width,
             piece_width=piece_width,
             attention_heads=config.num_attention_heads if any(kv) else 0,
             experts_per_token=0 if router is None else router.top_k,
-            together=self._share is None
+            together=not self._has_sums
             and all(self.fusable_layer(index) is not None for index in range(layers)),
             ignored=ignored,
-            uncaptured=uncaptured,
+            uncaptured=_STAGES
+            if self._share is not None and self._share.stages > 1
+            else uncaptured,
             has_head=self._share is None or self._share.has_head,
             kv_sources=kv_sources,
-            state=tuple(state),
+            state=tuple(own if self._computes(index) else () for index, own in enumerate(state)),
             rotary_border=common_border(rotary.border for rotary in self._rotaries),
         )
         ids = [block.id for block in self.spec.blocks]
@@ -110,6 +116,13 @@ class Decoder(ABC, Model):
         for block in ids:
             if block.layer != TRUNK and block.kind is not BlockKind.EXPERT:
                 self._layer_blocks[block.layer].append(block)
+
+    @property
+    def _has_sums(self) -> bool:
+        return self._share is not None and self._share.has_sums
+
+    def _computes(self, index: int) -> bool:
+        return self._share is None or self._share.has_layer(index)
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
@@ -146,7 +159,7 @@ class Decoder(ABC, Model):
 
     @override
     def fused_layers(self, layers: range, weights: Weights, kv: KVCache) -> FusedLayers | None:
-        if self._share is not None:
+        if self._has_sums:
             return None
         usual = [layer for layer in map(self.fusable_layer, layers) if layer is not None]
         if len(usual) < len(layers):
@@ -247,18 +260,22 @@ def head_chunk_rows(vocab_size: int, hidden_size: int) -> int:
     return round_up(max(1, min(by_bytes, -(-vocab_size // 4))), 128)
 
 
-def _embedding(config: Config, table_name: str) -> BlockSpec:
+def _embedding(config: Config, table_name: str, share: RankShare | None) -> Iterator[BlockSpec]:
+    if share is not None and not share.has_embedding:
+        return
     shape = (config.vocab_size, config.hidden_size)
     sources = (table_name, _OUTPUT) if config.tie_word_embeddings else (table_name,)
     table = ParamSpec("weight", shape, sources, Role.TABLE)
-    return BlockSpec(_EMBEDDING, (table,))
+    yield BlockSpec(_EMBEDDING, (table,))
 
 
 def _has(share: RankShare | None, block: BlockId) -> bool:
     """Whether a rank has a layer's block."""
-    if share is None or share.experts is None or block.kind is not BlockKind.EXPERT:
+    if share is None:
         return True
-    return share.experts.first <= block.index < share.experts.end
+    if share.experts is None or block.kind is not BlockKind.EXPERT:
+        return share.has_layer(block.layer)
+    return share.has_layer(block.layer) and share.experts.first <= block.index < share.experts.end
 
 
 def _head(

@@ -39,6 +39,8 @@ class Gemma4(Decoder):
     them of their kind.
     """
 
+    staged = False
+
     def __init__(
         self, config: Config, dtype: torch.dtype, lent: Mapping[str, int] | None = None
     ) -> None:

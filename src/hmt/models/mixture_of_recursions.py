@@ -49,6 +49,8 @@ class MixtureOfRecursions(Decoder):
     (`recursion_kv` "own"), or attends to those of the first, which has them all ("first").
     """
 
+    staged = False
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         self.recursions, self.block_layers = _sizes(config)
         if config.recursion_kv not in (_OWN, _FIRST):

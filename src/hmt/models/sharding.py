@@ -1,26 +1,29 @@
-"""A model as one of several ranks computes it: with its own heads, width and experts.
+"""A model as one of several ranks computes it: with its own layers, heads, width and experts.
 
 A rank's model is made of the configuration with the rank's sizes, so that the family's own code
 says which shape each parameter has there; a parameter that is smaller than the whole model's is cut
 along that axis.  For families that transformers has a plan for (`base_model_tp_plan`), these are
 the plan's cuts.  After Megatron-LM (arXiv 1909.08053): query, key, value, gate and up by rows, the
-output projection and down by columns, and a sum behind these.
+output projection and down by columns, and a sum behind these.  Stages of a pipeline have whole
+layers that follow one another, after GPipe (arXiv 1811.06965).
 """
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import gcd, lcm
+from itertools import accumulate, pairwise
+from math import gcd, lcm, prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hmt.base.errors import ConfigError
-from hmt.contracts.model import Model
+from hmt.contracts.blocks import TRUNK, BlockKind
+from hmt.contracts.model import Model, ModelSpec
 from hmt.contracts.sharding import Collective, RankShare, Span
 from hmt.models.config import Config, head_dim
+from hmt.models.decoder import Decoder
 from hmt.models.registry import errors_of, family_of
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -49,17 +52,27 @@ def divided_parts(model: Model) -> tuple[str, ...]:
     return parts
 
 
-def check_divisible(model: Model, *, tp: int, ep: int) -> None:
-    """Raise ConfigError where the model's layers cannot be divided as is asked."""
+def check_divisible(model: Model, *, tp: int, ep: int, pp: int = 1) -> None:
+    """Raise ConfigError where the model cannot be divided as is asked."""
     parts, name = divided_parts(model), model.spec.architecture
     if model.encoder is not None:
         raise ConfigError(
-            f"{name} sees images, which one process encodes alone: leave tp and ep out"
+            f"{name} sees images, which one process encodes alone: leave tp, ep and pp out"
         )
-    if not parts:
+    if not parts and max(tp, ep) > 1:
         raise ConfigError(
-            f"layers of {name} cannot be divided among processes yet: leave tp and ep out, or name "
-            "several GPUs with gpus, over which whole layers are spread"
+            f"layers of {name} cannot be divided among processes yet: leave tp and ep out; whole "
+            "ones are spread over several GPUs (gpus), or over processes of many families (pp)"
+        )
+    if pp > 1 and not (isinstance(model, Decoder) and model.staged):
+        raise ConfigError(
+            f"more than hidden states goes from layer to layer of {name}, so processes cannot "
+            "have some of them each: leave pp out, or name several GPUs with gpus"
+        )
+    if pp > model.spec.layers:
+        raise ConfigError(
+            f"{name} has {model.spec.layers} layers, fewer than pp={pp} stages: ask for "
+            f"pp={model.spec.layers} at most"
         )
     if ep > 1 and "experts" not in parts:
         raise ConfigError(f"{name} has no experts to divide (ep={ep}): use tp={ep}")
@@ -73,8 +86,11 @@ def shares_of(
     *,
     tp: int,
     ep: int,
+    stages: Sequence[Span | None] = (None,),
 ) -> tuple[list[RankShare], tuple[str, ...]]:
-    """What each rank has of a model whose configuration this is, the largest shares first.
+    """What each rank has of a model whose configuration this is, by stage the largest shares first.
+
+    stages   layers of each, from `stages_of`
 
     And what the user should know of it.  With `tp` above 1 all `parts` are divided, with `ep` alone
     the experts.  Heads that cannot be divided among so many stay together: then each rank computes
@@ -82,7 +98,7 @@ def shares_of(
     are fewer cuts that the weights' encoding allows.
     """
     ranks = max(tp, ep)
-    divided = parts if tp > 1 else [part for part in parts if part == "experts"]
+    divided = parts if tp > 1 else [part for part in parts if part == "experts" and ep > 1]
     none: list[Span | None] = [None] * ranks
     heads, kv_heads, width, experts = none, none, none, none
     remarks: tuple[str, ...] = ()
@@ -97,9 +113,46 @@ def shares_of(
     if "experts" in divided:
         count = next(int(n) for name in _EXPERTS if (n := getattr(config, name, None)))
         experts = _spans(count, ranks, 1, f"{count} experts")
-    columns = zip(heads, kv_heads, width, experts, strict=True)
-    shares = [RankShare(rank, ranks, collective, *spans) for rank, spans in enumerate(columns)]
+    parts_of_layers = list(zip(heads, kv_heads, width, experts, strict=True))
+    shares = [
+        RankShare(
+            stage * ranks + part, ranks * len(stages), collective, *spans,
+            layers=layers, stage=stage, stages=len(stages),
+        )
+        for stage, layers in enumerate(stages)
+        for part, spans in enumerate(parts_of_layers)
+    ]  # fmt: skip
     return shares, remarks
+
+
+def stages_of(spec: ModelSpec, count: int) -> list[Span | None]:
+    """Layers of each of `count` stages, so that the largest has as few weights as can be.
+
+    The output layer belongs to the first stage, whose rank draws tokens.
+    """
+    if count == 1:
+        return [None]
+    head = 0
+    sizes = [0] * spec.layers
+    for block in spec.blocks:
+        numbers = sum(prod(param.shape) for param in block.params)
+        if block.id.kind is BlockKind.HEAD:
+            head += numbers
+        elif block.id.layer != TRUNK:
+            sizes[block.id.layer] += numbers
+    before = [0, *accumulate(sizes)]
+    # For each number of layers: the least that the largest of so many stages has, and its borders.
+    best: dict[int, tuple[int, tuple[int, ...]]]
+    best = {end: (head + before[end], (0, end)) for end in range(1, spec.layers + 1)}
+    for stage in range(1, count):
+        best = {
+            end: min(
+                (max(best[first][0], before[end] - before[first]), (*best[first][1], end))
+                for first in range(stage, end)
+            )
+            for end in range(stage + 1, spec.layers + 1)
+        }
+    return [Span(first, end, spec.layers) for first, end in pairwise(best[spec.layers][1])]
 
 
 def text_config(config: Mapping[str, Any], path: Path) -> Config:

@@ -4,4 +4,4 @@ from hmt.server.app import create_app
 from hmt.server.config import ServerConfig
 from hmt.server.keys import KeyRing
 from hmt.server.model_manager import LoadableModels
-from hmt.server.run import bind, serve
+from hmt.server.run import bind, serve, serve_app

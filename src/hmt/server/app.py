@@ -3,19 +3,15 @@
 from typing import Any
 
 from fastapi import FastAPI, Request
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
-from starlette.types import Scope
 
 from hmt.engine import LoadedModel
-from hmt.server import access_log, errors
+from hmt.server import errors
 from hmt.server.concurrency_limit import ConcurrencyLimit
 from hmt.server.config import ServerConfig
 from hmt.server.endpoints import ROUTERS
-from hmt.server.guard import Guard
-from hmt.server.head import HeadAsGet
 from hmt.server.metrics import Metrics
+from hmt.server.middleware import middleware_of
 from hmt.server.model_manager import LoadableModels, ModelManager
 from hmt.server.page.snapshot_cache import SnapshotCache
 from hmt.server.responses.store import ResponseStore
@@ -39,7 +35,7 @@ def create_app(
         title="HMT",
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
-        middleware=_middleware(config, metrics),
+        middleware=middleware_of(config, metrics.responded),
     )
 
     def serving(name: str, loaded: LoadedModel) -> Service:
@@ -77,28 +73,6 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     return app
-
-
-def _middleware(config: ServerConfig, metrics: Metrics) -> list[Middleware]:
-    def seen(scope: Scope, status: int, seconds: float) -> None:
-        metrics.responded(scope, status, seconds)
-        if config.log_requests:
-            access_log.log_response(scope, status, seconds)
-
-    inside = [Middleware(Guard, config=config, seen=seen), Middleware(HeadAsGet)]
-    if not config.origins:
-        return inside
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=config.origins,
-        allow_methods=("GET", "HEAD", "POST", "DELETE"),
-        # Clients send more with each release: x-stainless-*, anthropic-version, ...  Which pages
-        # may ask is the origin's matter, and with which key the key's.
-        allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after"),
-        allow_private_network=True,  # a page from elsewhere, and the server on its own machine
-    )
-    return [cors, *inside]
 
 
 def _add_watching(app: FastAPI, metrics: Metrics) -> None:

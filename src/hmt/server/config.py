@@ -47,6 +47,8 @@ class ServerConfig:
     chat_template      Jinja by which the model's chats are written; None: as its files say
     max_connections    at once; more are refused
     adapter_dir        folder of which clients may load adapters, and unload any; None: none may
+    replica            of several servers behind a router this one's number, with which the ids of
+                       stored responses begin; None: it is alone
     """
 
     name: str | None = None
@@ -70,6 +72,7 @@ class ServerConfig:
     chat_template: str | None = None
     max_connections: int = 1024
     adapter_dir: Path | None = None
+    replica: int | None = None
 
     def check(self) -> None:
         """Raise ConfigError for what makes no sense, or is not safe."""

@@ -57,6 +57,7 @@ class Guard:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
+        scope["state"]["replica"] = self._config.replica
         begin, status = time.perf_counter(), 499  # the client went before there was an answer
 
         async def identified(message: Message) -> None:

@@ -111,7 +111,7 @@ class Listener:
             if len(self._open) >= self._most and not self._make_room():
                 _refuse(accepted)
                 continue
-            self._admit(accepted, str(address[0]))
+            self._admit(accepted, str(address[0]) if address else "")
 
     def _admit(self, accepted: socket.socket, address: str) -> None:
         connection = self._made(self._gone)

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Final, cast
 
 import uvicorn
+from fastapi import FastAPI
 from typing_extensions import override
 
 from hmt.base.errors import ConfigError
@@ -65,7 +66,16 @@ def serve(
     second one needs no help of what computes meanwhile.  They stay so for the caller, who ends; and
     should its end take longer than the answers had time, the system ends it by SIGALRM.
     """
-    app = create_app(model, config, others)
+    serve_app(create_app(model, config, others), config, bound, started)
+
+
+def serve_app(
+    app: FastAPI,
+    config: ServerConfig,
+    bound: socket.socket,
+    started: Callable[[str], None] = lambda address: None,
+) -> None:
+    """`serve` of an application."""
     server = _Server(config, app)
     server.when_started = lambda: started(_address(bound))
     with contextlib.closing(bound):
@@ -142,5 +152,7 @@ class _Server(uvicorn.Server):
 
 
 def _address(bound: socket.socket) -> str:
+    if bound.family == socket.AF_UNIX:
+        return str(bound.getsockname())
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -16,11 +16,13 @@ from typing_extensions import override
 from hmt.base.errors import RankError
 from hmt.base.trace import Tracer
 from hmt.contracts.model import FusedLayers, Model
+from hmt.contracts.sharding import RankShare
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Priority, Weights
 from hmt.engine.execution.graphs.following import FollowingGraphRunner
 from hmt.engine.execution.graphs.runner import GraphRunner
 from hmt.engine.execution.graphs.split_runner import SplitGraphRunner
+from hmt.engine.execution.pipeline import PipelineStage
 from hmt.engine.execution.prefetch import ReadAhead
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.outputs.prompt_outputs import (
@@ -147,21 +149,21 @@ class Executor(ABC):
         scored_rows: int = 1,
         *,
         adapters: AdapterStore | None = None,
+        share: RankShare | None = None,
     ) -> None:
-        """`scored_rows` of logits are looked at together; `adapters` are those that steps name."""
+        """`scored_rows` of logits are looked at together; `adapters` are those that steps name.
+
+        `share`: what this process has of the model; None: all of it.
+        """
         self._views = None if adapters is None else AdapterViews(weights, adapters)
         self._model = model
         self._weights = weights
         self._kv = kv
         self._places = places or DeviceStages()
+        self._pipeline = PipelineStage(model, share)
         self._stages = _Stages(model, tracer)
         self._outputs = PromptOutputSink(model, weights, scored_rows)
         self._observer: HiddenObserver | None = None
-        self._has_head = model.spec.has_head
-
-    def _logit_rows(self, step: Step) -> int:
-        """How many logits the step computes here: a rank without the output layer none."""
-        return len(step.logit_rows) if self._has_head else 0
 
     @contextmanager
     def _weights_of(self, step: Step) -> Iterator[Weights]:
@@ -254,22 +256,25 @@ class PlainExecutor(Executor):
     ) -> torch.Tensor:
         places, layers = self._places, self._model.spec.layers
         places.begin(step)
+        hidden = self._pipeline.begin(step, self._weights)
         self._stages.begin()
-        hidden = self._model.embed(step, self._weights)
         self._show(step, 0, hidden, viewer)
-        for index in range(layers):
+        for index in self._pipeline.layers:
             hidden, here = places.fetch(hidden, index), places.step(index)
             with places.at(index):
                 hidden = self._model.layer(index, hidden, here, weights, self._kv)
             self._show(step, index + 1, hidden, viewer)
             self._stages.ended(index)
-        logits, rows = torch.empty(0, self._model.spec.vocab_size), self._logit_rows(step)
-        if rows or step.has_prompt_outputs:
+        hidden = self._pipeline.end(step, hidden)
+        logits = torch.empty(0, self._model.spec.vocab_size)
+        if not self._pipeline.has_head:
+            return logits
+        if len(step.logit_rows) or step.has_prompt_outputs:
             hidden = places.fetch(hidden, layers)
         if viewer is not None:
             with places.at(layers):
                 self._outputs.show(step, hidden, viewer)
-        if rows:
+        if len(step.logit_rows):
             wanted = hidden[places.step(layers).logit_rows]
             with places.at(layers):
                 logits = self._model.head(wanted, self._weights).cpu()
@@ -299,19 +304,22 @@ class OverlappedExecutor(Executor):
         shown_layers: Sequence[int] = (),
         *,
         adapters: AdapterStore | None = None,
+        share: RankShare | None = None,
     ) -> None:
         """`graphs` computes what it can of steps after their embedding, or why there are none.
 
         None where no device takes part.  `shown_layers`: behind so many layers a viewer may want
         hidden states.
         """
-        super().__init__(model, weights, kv, tracer, places, scored_rows, adapters=adapters)
+        super().__init__(
+            model, weights, kv, tracer, places, scored_rows, adapters=adapters, share=share
+        )
         self._ahead = ahead
         self.graphs = None if isinstance(graphs, str) else graphs
         self._obstacle = graphs if isinstance(graphs, str) else ""
         self._together: Sequence[tuple[range, FusedLayers]] = ()
         if self._places.alike:
-            self._together = _together(model, weights, kv, shown_layers)
+            self._together = _together(model, self._pipeline.layers, weights, kv, shown_layers)
 
     @override
     def watch(self, observer: HiddenObserver | None) -> None:
@@ -389,11 +397,11 @@ class OverlappedExecutor(Executor):
                 self._stages.ended(None)
                 ahead.step_ends()
                 return logits
-        self._request(0)
-        hidden = self._model.embed(step, self._weights)
+        self._request(self._pipeline.layers.start)
+        hidden = self._pipeline.begin(step, self._weights)
         self._show(step, 0, hidden, viewer)
         with self._weights_of(step) as weights:
-            for index in range(self._compute_together(step, hidden, viewer), layers):
+            for index in self._pipeline.layers[self._compute_together(step, hidden, viewer) :]:
                 self._request(index)
                 hidden, here = places.fetch(hidden, index), places.step(index)
                 with places.at(index):
@@ -401,8 +409,11 @@ class OverlappedExecutor(Executor):
                 self._show(step, index + 1, hidden, viewer)
                 ahead.stage_ends(index)
                 self._stages.ended(index)
-        logits, rows = torch.empty(0, self._model.spec.vocab_size), self._logit_rows(step)
-        if rows or step.has_prompt_outputs:
+        hidden = self._pipeline.end(step, hidden)
+        logits, rows = torch.empty(0, self._model.spec.vocab_size), len(step.logit_rows)
+        if not self._pipeline.has_head:
+            rows, viewer = 0, None
+        elif rows or step.has_prompt_outputs:
             self._request(layers)
             hidden = places.fetch(hidden, layers)
         if viewer is not None:
@@ -429,8 +440,8 @@ class OverlappedExecutor(Executor):
         for layers, together in self._together:
             if not together(hidden, step):
                 return computed
-            computed = layers.stop
-            self._show(step, computed, hidden, viewer)
+            computed += len(layers)
+            self._show(step, layers.stop, hidden, viewer)
         if computed:
             self._stages.ended(None)
         return computed
@@ -442,10 +453,13 @@ class OverlappedExecutor(Executor):
 
 
 def _together(
-    model: Model, weights: Weights, kv: KVCache, shown_layers: Sequence[int]
+    model: Model, computed: range, weights: Weights, kv: KVCache, shown_layers: Sequence[int]
 ) -> Sequence[tuple[range, FusedLayers]]:
-    """All layers as few calls, between which hidden states are shown; () where that cannot be."""
-    borders = sorted({0, *shown_layers, model.spec.layers})
+    """All layers that are `computed` as few calls, between which hidden states are shown.
+
+    () where that cannot be.
+    """
+    borders = sorted({computed.start, *shown_layers, computed.stop})
     parts = list[tuple[range, FusedLayers]]()
     for layers in (range(*pair) for pair in pairwise(borders)):
         part = model.fused_layers(layers, weights, kv)

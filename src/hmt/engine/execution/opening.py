@@ -25,15 +25,18 @@ def open_executor(
     plan, kv = prepared.plan, memory.kv
     places = DeviceStages(memory.on_devices, plan.stage_devices)
     rows = scored_rows(prepared.demand, plan.max_prefill_tokens)
+    share = None if prepared.divided is None else prepared.divided.share
     if config.executor == "plain":
         view = WeightsView(weights, prefetch=False)
-        return PlainExecutor(model, view, kv, tracer, places, rows, adapters=memory.adapters.store)
+        return PlainExecutor(
+            model, view, kv, tracer, places, rows, adapters=memory.adapters.store, share=share
+        )
     ahead = read_ahead(
         prepared.model, plan, prepared.layouts, memory.weights,
         config.prefetch_distance, prepared.machine.disk_read_rate,
     )  # fmt: skip
     tokens = max(config.max_batch, MOST_DRAFTS if config.speculate != "off" else 0)
-    collective = None if prepared.divided is None else prepared.divided.share.collective
+    collective = None if share is None else share.collective
     graphs = captures_of(
         model, weights, plan, memory.on_devices, kv, tokens, prepared.layouts, collective
     )
@@ -50,6 +53,7 @@ def open_executor(
         rows,
         layers,
         adapters=memory.adapters.store,
+        share=share,
     )
 
 

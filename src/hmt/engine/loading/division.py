@@ -16,6 +16,7 @@ from hmt.models.sharding import (
     divided_parts,
     open_share,
     shares_of,
+    stages_of,
     text_config,
 )
 
@@ -27,13 +28,15 @@ def divide(source: Source, whole: Model, config: EngineConfig, rank: int) -> tup
 
     Raises ConfigError where it cannot be divided among so many, and as `Source.weights`.
     """
-    check_divisible(whole, tp=config.tp, ep=config.ep)
+    check_divisible(whole, tp=config.tp, ep=config.ep, pp=config.pp)
     described = text_config(source.config, source.path)
-    found = source.units(whole.spec, config.quantization)
-    group = RankGroup(rank, config.ranks)
+    units = Units()
+    if config.ranks > config.pp:  # layers are divided, too
+        units = _units(source.units(whole.spec, config.quantization), head_dim(described))
+    group = RankGroup(rank, config.ranks, config.pp)
     shares, remarks = shares_of(
-        described, divided_parts(whole), _units(found, head_dim(described)), group,
-        tp=config.tp, ep=config.ep,
+        described, divided_parts(whole), units, group,
+        tp=config.tp, ep=config.ep, stages=stages_of(whole.spec, config.pp),
     )  # fmt: skip
     model = open_share(source.config, source.path, whole.dtype, shares[rank])
     model.spec = replace(model.spec, remarks=(*whole.spec.remarks, *remarks))

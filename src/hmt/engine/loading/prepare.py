@@ -48,14 +48,43 @@ def prepare(
     """
     source, model = open_parts(path, config, on_gpu=is_gpu(devices))
     if config.ranks > 1:
-        model, divided = divide(source, model, config, rank)
-        own = prepare_model(source, model, config, host_bytes, devices, device_bytes, divided)
-        return replace(own, divided=divided)
+        own = _prepare_rank(source, model, config, host_bytes, devices, device_bytes, rank=rank)
+        others = range(config.ranks // config.pp, config.ranks, config.ranks // config.pp)
+        if rank or config.context is not None or not others:
+            return own
+        # Stages differ in layers, and so in what they have room for: all keep the same positions.
+        plans = [
+            _prepare_rank(source, model, config, None, devices, device_bytes, rank=other).plan
+            for other in others
+        ]
+        context = min(plan.kv_tokens for plan in (own.plan, *plans))
+        if context == own.plan.kv_tokens:
+            return own
+        config = replace(config, context=context)
+        return _prepare_rank(source, model, config, host_bytes, devices, device_bytes, rank=rank)
     copies, left = None, host_bytes
     if config.fallback_model is not None:
         copies, left = copies_within(config, model, host_bytes, on_cpu=not device_bytes)
     prepared = prepare_model(source, model, config, left, devices, device_bytes)
     return replace(prepared, copies=copies)
+
+
+def _prepare_rank(
+    source: Source,
+    whole: Model,
+    config: EngineConfig,
+    host_bytes: int | None,
+    devices: Sequence[Device],
+    device_bytes: Sequence[int],
+    *,
+    rank: int,
+) -> Prepared:
+    """`prepare` for one of the processes that compute a model."""
+    model, divided = divide(source, whole, config, rank)
+    if divided.share.stages > 1 and whole.spec.state_bytes:  # see ModelRunner.verifies
+        config = replace(config, draft_tokens=0)
+    own = prepare_model(source, model, config, host_bytes, devices, device_bytes, divided)
+    return replace(own, divided=divided)
 
 
 def open_parts(path: Path, config: EngineConfig, *, on_gpu: bool) -> tuple[Source, Model]:

@@ -239,7 +239,7 @@ def orders_of(
         own = config.of_rank(rank)
         options = {name: _plain(getattr(own, name)) for name in _SAME}
         options |= {"context": kv_tokens, "max_prefill_tokens": max_prefill_tokens}
-        shape = {"tp": config.tp, "ep": config.ep}
+        shape = {"tp": config.tp, "ep": config.ep, "pp": config.pp}
         orders.append({"rank": rank, "path": str(path), "options": options, "shape": shape})
     return orders
 

@@ -37,6 +37,8 @@ def selecting(
 class DeepSeekV32(DeepSeekV3):
     """Each token attends to `index_topk` positions at most, which the layer's indexer selects."""
 
+    staged = False
+
     _interleaved = False  # pairs of an indexer's numbers that turn together lie side by side
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:

@@ -64,6 +64,8 @@ class DeepSeekV4(Decoder):
     selects some, or of many.
     """
 
+    staged = False
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         _check(config)
         self._kinds = layer_kinds(config, _SLIDING, _SELECTED, _ALL)

@@ -47,6 +47,8 @@ _NAMES = {
 class Glm5Next(LatentHybrid):
     """Latent attention without positions, of which each token sees `index_topk` and a few more."""
 
+    staged = False
+
     _attending = "indexed_attention"
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:

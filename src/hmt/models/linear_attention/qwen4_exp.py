@@ -60,6 +60,8 @@ _NOT_CAPTURED = (
 class Qwen4Exp(Decoder):
     """Each layer has a delta net or attention, routed experts, and one that all tokens share."""
 
+    staged = False
+
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         require(config, "hidden_act", "silu")
         require(config, "output_gate_type", "silu", "sigmoid", None)

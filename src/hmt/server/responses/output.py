@@ -9,6 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from hmt.server.client import CLIENT
 from hmt.server.responses.items import INPUT, SEALED
 from hmt.server.responses.tools import OfferedTool
 
@@ -17,8 +18,13 @@ _DELTA, _DONE = "delta", "done"
 
 
 def new_id(prefix: str) -> str:
-    """An id that nothing else has."""
-    return f"{prefix}_{uuid.uuid4().hex}"
+    """An id that nothing else has.
+
+    Its first two digits are the number of this server, where it is one of several: by them a router
+    finds what is stored here.
+    """
+    digits, number = uuid.uuid4().hex, CLIENT.get().state.get("replica")
+    return f"{prefix}_{digits}" if number is None else f"{prefix}_{number:02x}{digits[2:]}"
 
 
 @dataclass(slots=True)
