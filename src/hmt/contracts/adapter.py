@@ -5,9 +5,11 @@ An adapter is known by a number, from 1 on; 0 stands for none.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 
 
@@ -72,6 +74,19 @@ class AdapterRows:
     def chosen(self, rows: torch.Tensor) -> "AdapterRows":
         """The same of some rows (int64 [count]), in their order."""
         return AdapterRows(self.numbers[row] for row in rows.tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAdapters:
+    """Adapters of a step's rows, and what they add.
+
+    parts      by block, parameter and adapter
+    described  what kernels that take many blocks made of these, by who made it; kept as long
+    """
+
+    rows: AdapterRows
+    parts: Mapping[BlockId, Mapping[str, Mapping[int, LowRank]]]
+    described: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -113,6 +113,13 @@ def bind_adapter(spec: ModelSpec, file: AdapterFile) -> BoundAdapter:
     return BoundAdapter(file, tuple(parts), _fingerprint(parts), stamps)
 
 
+def is_adapted(block: BlockId, param: ParamSpec) -> bool:
+    """Whether a parameter can have adapters."""
+    is_matrix = param.role is not Role.TABLE and len(param.shape) == 2
+    takes_some = is_matrix and block.kind in _ADAPTED and param.name != _ROUTER
+    return takes_some and param.name not in _TAKEN_APART
+
+
 class _Layers:
     """A model's linear layers by the names of checkpoints."""
 
@@ -158,16 +165,15 @@ class _Layers:
         file: AdapterFile,
     ) -> None:
         at = f"{file.path} changes {matrices.module}"
-        is_matrix = param.role is not Role.TABLE and len(param.shape) == 2
-        if not is_matrix or block.kind not in _ADAPTED or param.name == _ROUTER:
-            raise AdapterError(
-                f"{at}, the {block}; HMT adapts linear layers of attention, networks and experts "
-                "alone: no embeddings, output layers, routers or norms"
-            )
         if param.name in _TAKEN_APART:
             raise AdapterError(
                 f"{at}, which latent attention takes apart and multiplies with from both sides; "
                 "HMT adapts its other projections alone"
+            )
+        if not is_adapted(block, param):
+            raise AdapterError(
+                f"{at}, the {block}; HMT adapts linear layers of attention, networks and experts "
+                "alone: no embeddings, output layers, routers or norms"
             )
         out, inputs = matrices.up.shape[0], matrices.down.shape[1]
         if (out, inputs) != (rows, param.shape[1]):
