@@ -17,13 +17,13 @@ from hmt.finetuning.examples import Example, Examples
 from hmt.finetuning.training import opened_run
 from hmt.models import open_model
 
-# As tests/models/test_adapters.py: attention with biases, all in one matrix, with windows and more
-# norms, latent, and recurrent; experts beside an expert that all tokens share.
-FAMILIES = ["llama-0", "phi3-0", "gemma3_text-0", "qwen3_moe-0", "deepseek_v3-0", "qwen3_next-0"]
-FAMILIES += ["lfm2-0", "glm4_moe-0"]
+# Attention with biases, all in one matrix, beside experts, latent, and recurrent.
+FAMILIES = ["llama-0", "phi3-0", "qwen3_moe-0", "deepseek_v3-0", "qwen3_next-0"]
+OTHERS = ["gemma3_text-0", "lfm2-0", "glm4_moe-0", "mixtral-0", "qwen3_5_text-0"]
+WHOLE = [pytest.param(name, marks=pytest.mark.whole) for name in OTHERS]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *WHOLE])
 def test_gradients_equal_pefts(name: str, tmp_path: Path) -> None:
     case = case_of(name)
     reference = random_reference(case.config, case.seed)
@@ -32,6 +32,7 @@ def test_gradients_equal_pefts(name: str, tmp_path: Path) -> None:
     source = open_source(tmp_path / "model")
     model = open_model(source.config, source.path, torch.float32)
     modules = find_modules(model.spec, frozenset(source.tensors), ())
+    assert len(modules) >= 2 * model.spec.layers
     adapted = write_adapter(
         reference, tmp_path / "own", case.seed, rank=3, targets=[m.name for m in modules]
     )

@@ -17,6 +17,7 @@ from hmt.cli import (
     convert,
     doctor,
     eval,
+    finetune,
     models,
     plan,
     probe,
@@ -41,6 +42,7 @@ app.command("simulate")(simulate.simulate)
 models.add_commands(app)
 app.command("convert")(convert.convert)
 app.command("quantize")(quantize.quantize)
+app.command("finetune")(finetune.finetune)
 app.add_typer(calibrate.app, name="calibrate")
 app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)

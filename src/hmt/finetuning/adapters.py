@@ -11,12 +11,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hmt.base.errors import ConfigError
-from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec
+from hmt.contracts.blocks import BlockId, BlockKind, BlockSpec, ParamSpec, Role
 from hmt.contracts.model import ModelSpec
 from hmt.finetuning.options import FinetuneOptions
 from hmt.weights.adapters import is_adapted
 
-_KINDS = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)  # what every token goes through
+# What every token goes through; ROUTER: an expert that all share.
+_KINDS = (BlockKind.ATTENTION, BlockKind.FFN, BlockKind.ROUTER)
 _WEIGHT = ".weight"
 Place = tuple[BlockId, str]
 
@@ -69,7 +70,7 @@ def find_modules(
     Raises ConfigError where one of `targets` is no such layer.
     """
     found: dict[str, dict[Place, ParamSpec]] = {}
-    for block, param in _trainable(spec):
+    for block, param in _trainable(spec, named=bool(targets)):
         named = [source for source in param.sources if source.endswith(_WEIGHT)]
         if named:
             name = next((source for source in named if source in tensors), named[0])
@@ -88,12 +89,14 @@ def find_modules(
     ]
 
 
-def _trainable(spec: ModelSpec) -> Iterator[tuple[BlockSpec, ParamSpec]]:
+def _trainable(spec: ModelSpec, *, named: bool) -> Iterator[tuple[BlockSpec, ParamSpec]]:
+    # Of models with experts peft takes gate_proj, up_proj and down_proj, wherever they are, for
+    # these experts' matrices, so adapters of others are for those that ask for them.
+    kinds = _KINDS if named or not spec.experts_per_token else (BlockKind.ATTENTION,)
     for block in spec.blocks:
-        if block.id.kind in _KINDS:
+        if block.id.kind in kinds:
             for param in block.params:
-                # Others than projections are read by some layers besides being multiplied with.
-                if param.name.endswith("_proj") and is_adapted(block.id, param):
+                if param.role is Role.LINEAR and is_adapted(block.id, param):
                     yield block, param
 
 

@@ -6,20 +6,24 @@ weights take two slots however many layers a gradient passes through.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hmt.contracts.blocks import BlockId, BlockKind
+from hmt.base.errors import ConfigError
+from hmt.contracts.blocks import BlockId, BlockKind, Role
 from hmt.contracts.encoding import WeightTensor
+from hmt.contracts.model import ModelSpec
 from hmt.contracts.store import LeasedGroup
 from hmt.finetuning.adapters import Place, Trained
 from hmt.kernels import reference
 from hmt.kernels.backend_registry import Backend, register
 from hmt.quantizing import LayerWeights
 from hmt.weights import WeightStore
+from hmt.weights.adapters import is_adapted
 
 _CHUNK_BYTES = 512 << 10  # of a weight's numbers at once: they stay in the cache
 _PANEL_ROWS = 128  # a multiple of those of every packing
@@ -29,12 +33,14 @@ _PANEL_ROWS = 128  # a multiple of those of every packing
 class FrozenWeight(WeightTensor):
     """A leased weight of which a product keeps nothing.
 
-    again   leases its block anew, and gives the weight
-    added   what is trained; None for nothing
+    again    leases its block anew, and gives the weight
+    added    what is trained; None for nothing
+    applied  is to be called by what multiplies with it
     """
 
     again: Callable[[], AbstractContextManager[WeightTensor]] = None  # type: ignore[assignment]
     added: Trained | None = None
+    applied: Callable[[], None] = lambda: None
 
 
 def chunk_bytes(shape: tuple[int, ...]) -> int:
@@ -87,6 +93,7 @@ class _Operations:
         """`reference.linear`, with what is trained."""
         if not isinstance(w, FrozenWeight):
             return reference.linear(x, w, bias)
+        w.applied()
         out: Tensor = _Product.apply(x, w)  # type: ignore[no-untyped-call]
         if bias is not None:
             out = out + bias.to(out.dtype)
@@ -115,11 +122,33 @@ def differentiable() -> Iterator[None]:
 
 
 class TrainingWeights(LayerWeights):
-    """Implements Weights: projections are FrozenWeight, and all other parameters copies."""
+    """Implements Weights: linear layers are FrozenWeight, and all other parameters copies."""
 
-    def __init__(self, store: WeightStore, trained: Mapping[Place, Trained]) -> None:
+    def __init__(
+        self, spec: ModelSpec, store: WeightStore, trained: Mapping[Place, Trained]
+    ) -> None:
         super().__init__(store)
+        self._architecture = spec.architecture
         self._trained = trained
+        self._frozen = {
+            (block.id, param.name)
+            for block in spec.blocks
+            for param in block.params
+            if param.role is Role.LINEAR and len(param.shape) == 2
+            if block.id.kind is BlockKind.HEAD or is_adapted(block.id, param)
+        }
+        # Not by block: of experts some are leased that no token goes to.
+        self._leased: set[tuple[BlockKind, str]] = set()
+        self._applied: set[tuple[BlockKind, str]] = set()
+
+    def check(self) -> None:
+        """Raise ConfigError where a leased weight was used in another way than `ops.linear`."""
+        if missing := self._leased - self._applied:
+            kind, name = min(missing)
+            raise ConfigError(
+                f"{self._architecture} computes {name} of {kind} blocks in a way through which "
+                "training passes no gradients"
+            )
 
     @contextmanager
     def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
@@ -139,20 +168,23 @@ class TrainingWeights(LayerWeights):
         yield groups()
 
     def _kept(self, block: BlockId, name: str, weight: WeightTensor) -> WeightTensor:
-        is_head = block.kind is BlockKind.HEAD and len(weight.shape) == 2
-        if not is_head and (not name.endswith("_proj") or name == "kv_b_proj"):
-            # Latent attention takes kv_b_proj apart; others are small.
-            tensors = {
-                one.name: value.clone()
-                for one in fields(WeightTensor)
-                if one.init and isinstance(value := getattr(weight, one.name), Tensor)
-            }
-            return replace(weight, **tensors)
-        own = {one.name: getattr(weight, one.name) for one in fields(WeightTensor) if one.init}
+        own: dict[str, Any] = {
+            one.name: getattr(weight, one.name) for one in fields(WeightTensor) if one.init
+        }
+        if (block, name) not in self._frozen:
+            copied = {n: v.clone() if isinstance(v, Tensor) else v for n, v in own.items()}
+            return WeightTensor(**copied)
+        use = block.kind, name
+        self._leased.add(use)
 
         @contextmanager
         def again() -> Iterator[WeightTensor]:
             with self._store.lease(block) as stored:
                 yield stored[name]
 
-        return FrozenWeight(**own, again=again, added=self._trained.get((block, name)))
+        return FrozenWeight(
+            **own,
+            again=again,
+            added=self._trained.get((block, name)),
+            applied=partial(self._applied.add, use),
+        )

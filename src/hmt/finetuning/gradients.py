@@ -62,6 +62,7 @@ class Gradients:
                     self._layer(layer, x, group) for x, group in zip(hidden, groups, strict=True)
                 ]
                 self._done()
+        self._weights.check()
         loss, grads = 0.0, []
         for x, group in zip(hidden, groups, strict=True):
             own, grad = self._head(x, group, count)

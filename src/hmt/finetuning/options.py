@@ -15,7 +15,7 @@ class FinetuneOptions:
     rank           of each adapter
     alpha          results of adapters are multiplied with alpha / rank
     targets        last parts of the names of linear layers that get one, such as "q_proj"; empty:
-                   all of attention, of mixers and of networks that every token goes through
+                   all of attention, of mixers, and of networks in models without experts
     learning_rate  of AdamW, the same in every step
     epochs         times that all examples are read
     batch          examples of a step

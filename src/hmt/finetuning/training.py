@@ -38,7 +38,7 @@ _STATE: Final = "state.safetensors"
 _SAVED_EVERY_S: Final = 30.0
 _CLIPPED: Final = 1.0  # the most that the norm of all gradients may be, as Trainer of transformers
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ def finetune(
     options: FinetuneOptions,
     *,
     force: bool = False,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda step, steps, loss: None,
 ) -> Finetuned:
     """Train adapters of the checkpoint `model` with `data`, as a folder `out` that peft reads.
 
     Memory for weights, adapters and activations stays within the options' budget.  An earlier call
     with the same options that was ended is gone on with, from some steps before its end.
-    `progress(what, done, of so many)` is told of steps; what it raises ends the run.
+    `progress(step, of so many, its loss)` is told of each; what it raises ends the run.
 
     Raises ConfigError where `out` cannot be or exists (with `force` an earlier result is replaced),
     options cannot be met or nothing can be learned from `data`; BudgetError where the budget is
@@ -150,7 +150,7 @@ def opened_run(
     room = {"slots": plan.slots, "staging": plan.staging, "rows": plan.rows, "resident": 0}
     with plan.charged(ledger), open_store(layouts, ledger, room) as store, differentiable():
         adapters = Adapters(modules, options)
-        gradients = Gradients(model, TrainingWeights(store, adapters.trained()), plan)
+        gradients = Gradients(model, TrainingWeights(model.spec, store, adapters.trained()), plan)
         yield Run(adapters, gradients, examples.all, options, plan)
 
 
@@ -184,12 +184,11 @@ class Run:
         ]
         saved_s = time.monotonic()
         for number, chosen in enumerate(steps[len(losses) :], len(losses)):
-            progress("training", number, len(steps))
             losses.append(self._step([self._examples[n] for n in chosen], number))
+            progress(number + 1, len(steps), losses[-1])
             if time.monotonic() - saved_s >= _SAVED_EVERY_S:
                 folder.write_file(state, self._state(losses))
                 saved_s = time.monotonic()
-        progress("training", len(steps), len(steps))
         return losses
 
     def _step(self, examples: Sequence[Example], number: int) -> float:
