@@ -2,12 +2,15 @@
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hmt.base.units import format_bytes, format_seconds
 from hmt.cli.quantize_options import Force
+
+if TYPE_CHECKING:
+    from hmt.finetuning import Finetuned
 
 _INTERRUPTED = 130  # as shells count: 128 + SIGINT
 _LINES = 50  # that tell of losses, at most
@@ -54,8 +57,6 @@ def finetune(
 
     A run that was ended goes on when the same command is given again.
     """
-    from rich.console import Console
-
     from hmt.cli.console import notes
     from hmt.engine import EngineConfig
     from hmt.finetuning import FinetuneOptions
@@ -85,13 +86,19 @@ def finetune(
     except KeyboardInterrupt:
         notes().print("stopped; the same command goes on from some steps before")
         raise typer.Exit(_INTERRUPTED) from None
+    _print(done, out, length, time.perf_counter() - begin)
+
+
+def _print(done: "Finetuned", out: Path, length: int, seconds: float) -> None:
+    from rich.console import Console
+
     examples = done.examples
     learned = sum(one.count for one in examples.all)
     told = Console(highlight=False)
     told.print(
         f"[bold]{out}[/]: adapters of {len(done.modules)} linear layers, {done.numbers} numbers, "
         f"from {learned} tokens of {len(examples.all)} examples, in "
-        f"{format_seconds(time.perf_counter() - begin)}; {format_bytes(done.plan.total)} of memory",
+        f"{format_seconds(seconds)}; {format_bytes(done.plan.total)} of memory",
         soft_wrap=True,
     )
     if examples.left_out:

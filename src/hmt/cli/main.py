@@ -17,7 +17,6 @@ from hmt.cli import (
     convert,
     doctor,
     eval,
-    finetune,
     models,
     plan,
     probe,
@@ -41,8 +40,7 @@ app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 models.add_commands(app)
 app.command("convert")(convert.convert)
-app.command("quantize")(quantize.quantize)
-app.command("finetune")(finetune.finetune)
+quantize.add_commands(app)
 app.add_typer(calibrate.app, name="calibrate")
 app.command("probe")(probe.probe)
 app.command("doctor")(doctor.doctor)

@@ -17,20 +17,24 @@ from hmt.contracts.encoding import WeightTensor
 class LowRank:
     """What one adapter adds to one linear layer: scale * up(down(x)), in f32.
 
-    down   [rank, in], f32, f16 or bf16, contiguous
-    up     [rank, out], the same: transposed, so that kernels read it in order
+    down         [rank, in], f32, f16 or bf16, contiguous
+    up           [rank, out], the same: transposed, so that kernels read it in order
+    down_copies  on devices; parts of one layer, which have the same `down`, share them
     """
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
-    _copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    down_copies: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    _up_copies: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
-    def on(self, where: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`down` and `up` on a device, always in the same dtype there; kept as long as this."""
-        if where not in self._copies:
-            self._copies[where] = self.down.to(where, dtype), self.up.to(where, dtype)
-        return self._copies[where]
+    def on(self, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`down` and `up` on a device; kept as long as this."""
+        if where not in self._up_copies:
+            self._up_copies[where] = self.up.to(where)
+        if where not in self.down_copies:
+            self.down_copies[where] = self.down.to(where)
+        return self.down_copies[where], self._up_copies[where]
 
     @property
     def rank(self) -> int:

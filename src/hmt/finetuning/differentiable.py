@@ -172,7 +172,9 @@ class TrainingWeights(LayerWeights):
             one.name: getattr(weight, one.name) for one in fields(WeightTensor) if one.init
         }
         if (block, name) not in self._frozen:
-            copied = {n: v.clone() if isinstance(v, Tensor) else v for n, v in own.items()}
+            copied: dict[str, Any] = {
+                n: v.clone() if isinstance(v, Tensor) else v for n, v in own.items()
+            }
             return WeightTensor(**copied)
         use = block.kind, name
         self._leased.add(use)

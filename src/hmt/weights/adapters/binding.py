@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,11 @@ class BoundPart:
     name: str
     matrices: AdapterMatrices
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which both matrices are kept: one that holds the numbers of either."""
+        return torch.promote_types(DTYPES[self.matrices.down.dtype], DTYPES[self.matrices.up.dtype])
+
 
 @dataclass(frozen=True, slots=True)
 class BoundAdapter:
@@ -51,23 +57,23 @@ class BoundAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
-        return sum(record.nbytes for record in self._records())
+        """Memory that it takes, and as much on each device that computes with it."""
+        return sum(dtype.itemsize * prod(record.shape) for record, dtype in self._records())
 
     @property
     def most_rank(self) -> int:
         """The largest of its ranks."""
         return max(part.matrices.rank for part in self.parts)
 
-    def _records(self) -> Iterator[TensorRecord]:
-        """All that is read, each once: parts of a fused layer share `down`."""
+    def _records(self) -> Iterator[tuple[TensorRecord, torch.dtype]]:
+        """What is kept, each once, and in which dtype: parts of a fused layer share `down`."""
         seen = set()
         for part in self.parts:
-            yield part.matrices.up
+            yield part.matrices.up, part.dtype
             down = part.matrices.down
             if (down.name, down.offset) not in seen:
                 seen.add((down.name, down.offset))
-                yield down
+                yield down, part.dtype
 
     def read(self) -> Parts:
         """Its numbers.
@@ -81,16 +87,17 @@ class BoundAdapter:
                 "it again"
             )
         downs: dict[tuple[str, int], torch.Tensor] = {}
+        copies: dict[tuple[str, int], dict[torch.device, torch.Tensor]] = {}
         found: dict[BlockId, dict[str, LowRank]] = {}
         for part in self.parts:
             matrices = part.matrices
             place = matrices.down.name, matrices.down.offset
             if place not in downs:
-                downs[place] = _read(matrices.down)
-            up = _read(matrices.up)
+                downs[place], copies[place] = _read(matrices.down).to(part.dtype), {}
+            up = _read(matrices.up).to(part.dtype)
             if matrices.turned:
                 up = turn_back(up, matrices.turned)
-            added = LowRank(downs[place], up.T.contiguous(), matrices.scale)
+            added = LowRank(downs[place], up.T.contiguous(), matrices.scale, copies[place])
             found.setdefault(part.block, {})[part.name] = added
         return found
 
