@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from safetensors.torch import save_file
 
 import hmt
 from hmt.base.errors import AdapterError
+from hmt.contracts.step import Step
 from hmt.kernels.cpu import extension
+from hmt.layers.stack import FusedLayers
 
 TOLERANCE = 1e-4
 OPTIONS = {"dtype": "float32", "context": 64, "max_prefill_tokens": 16, "max_batch": 4}
@@ -24,8 +27,17 @@ FAMILIES += ["qwen3_5_text-0", "lfm2-0", "mixtral-0", "glm4_moe-0"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_equal_pefts(name: str, tmp_path: Path) -> None:
+def test_logits_equal_pefts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every budget and chunk, and of rows without an adapter those without any."""
+    together, fused = list[bool](), FusedLayers.__call__
+
+    def counted(self: FusedLayers, hidden: torch.Tensor, step: Step, adapters: Any = None) -> bool:
+        done = fused(self, hidden, step, adapters)
+        if adapters is not None:
+            together.append(done)
+        return done
+
+    monkeypatch.setattr(FusedLayers, "__call__", counted)
     case = case_of(name)
     reference = random_reference(case.config, case.seed)
     published(reference, tmp_path / "model")
@@ -49,6 +61,7 @@ def test_logits_equal_pefts(name: str, tmp_path: Path) -> None:
     assert float((wanted - bare).abs().max()) > 100 * TOLERANCE, "the adapter changes something"
     if extension.load() is not None:
         assert torch.equal(found[0], found[1])
+        print("TOGETHER", name, together)
 
 
 def test_experts_have_adapters_of_their_own(tmp_path: Path) -> None:
