@@ -58,22 +58,23 @@ class BoundAdapter:
     @property
     def nbytes(self) -> int:
         """Memory that it takes, and as much on each device that computes with it."""
-        return sum(dtype.itemsize * prod(record.shape) for record, dtype in self._records())
+        return sum(itemsize * numbers for numbers, itemsize in self._kept())
 
     @property
     def most_rank(self) -> int:
         """The largest of its ranks."""
         return max(part.matrices.rank for part in self.parts)
 
-    def _records(self) -> Iterator[tuple[TensorRecord, torch.dtype]]:
-        """What is kept, each once, and in which dtype: parts of a fused layer share `down`."""
+    def _kept(self) -> Iterator[tuple[int, int]]:
+        """Numbers of each matrix, and bytes of one; parts of a fused layer share `down`."""
         seen = set()
         for part in self.parts:
-            yield part.matrices.up, part.dtype
-            down = part.matrices.down
+            matrices, itemsize = part.matrices, part.dtype.itemsize
+            yield matrices.up.shape[0] * matrices.rank, itemsize
+            down = matrices.down
             if (down.name, down.offset) not in seen:
                 seen.add((down.name, down.offset))
-                yield down, part.dtype
+                yield prod(down.shape), itemsize
 
     def read(self) -> Parts:
         """Its numbers.
@@ -88,18 +89,36 @@ class BoundAdapter:
             )
         downs: dict[tuple[str, int], torch.Tensor] = {}
         copies: dict[tuple[str, int], dict[torch.device, torch.Tensor]] = {}
+        ups = _Ups()
         found: dict[BlockId, dict[str, LowRank]] = {}
         for part in self.parts:
             matrices = part.matrices
             place = matrices.down.name, matrices.down.offset
             if place not in downs:
                 downs[place], copies[place] = _read(matrices.down).to(part.dtype), {}
-            up = _read(matrices.up).to(part.dtype)
+            up = ups.of(matrices).to(part.dtype)
             if matrices.turned:
                 up = turn_back(up, matrices.turned)
             added = LowRank(downs[place], up.T.contiguous(), matrices.scale, copies[place])
             found.setdefault(part.block, {})[part.name] = added
         return found
+
+
+class _Ups:
+    """Reads what outputs are made of; that of all experts once, while it is theirs that come."""
+
+    def __init__(self) -> None:
+        self._all: tuple[object, torch.Tensor] | None = None
+
+    def of(self, matrices: AdapterMatrices) -> torch.Tensor:
+        """[out, rank], as published."""
+        if not matrices.experts:
+            return _read(matrices.up)
+        place = matrices.up.name, matrices.up.offset
+        if self._all is None or self._all[0] != place:
+            self._all = place, _read(matrices.up)
+        numbers = self._all[1].view(matrices.up.shape[0], matrices.rank, matrices.experts)
+        return numbers[:, :, matrices.expert]
 
 
 def bind_adapter(spec: ModelSpec, file: AdapterFile) -> BoundAdapter:
@@ -144,6 +163,9 @@ class _Layers:
 
     def parts(self, matrices: AdapterMatrices, file: AdapterFile) -> Iterator[BoundPart]:
         """What `matrices` change: one parameter, or several that are parts of one layer."""
+        if matrices.experts:
+            yield from self._of_experts(matrices, file)
+            return
         name = matrices.module
         if name not in self._by_name:
             name = self._by_tail.get(_tail(name), name)
@@ -162,6 +184,40 @@ class _Layers:
                 raise ShapeError(f"{file.path}: {matrices.up.name!r} does not hold whole heads")
             own = matrices.up.rows(first, end - first)
             yield BoundPart(block, param.name, replace(matrices, up=own))
+
+    def _of_experts(self, matrices: AdapterMatrices, file: AdapterFile) -> Iterator[BoundPart]:
+        """What a tensor of all experts changes, told by its sizes: gate and up, or down."""
+        names = [(name,) for name in ("down_proj",)] + [("gate_proj", "up_proj")]
+        sizes = matrices.up.shape[0], matrices.down.shape[1]
+        for group in names:
+            # One behind the other, so that what all experts share is read once for each parameter.
+            first = 0
+            bound = list[BoundPart]()
+            for name in group:
+                for expert in range(matrices.experts):
+                    found = self._expert(f"{matrices.module}.{expert}.{name}")
+                    if found is None or sizes != (
+                        len(group) * found[1].shape[0],
+                        found[1].shape[1],
+                    ):
+                        break
+                    block, param = found
+                    own = matrices.of_expert(expert, first, param.shape[0])
+                    bound.append(BoundPart(block, param.name, own))
+                first = sizes[0] // len(group)
+            if len(bound) == len(group) * matrices.experts:
+                yield from bound
+                return
+        raise ShapeError(
+            f"{file.path} changes {matrices.module} as {matrices.experts} experts of {sizes[1]} "
+            f"inputs and {sizes[0]} outputs, which {self._spec.architecture} has not in this model"
+        )
+
+    def _expert(self, name: str) -> tuple[BlockId, ParamSpec] | None:
+        if name not in self._by_name:
+            name = self._by_tail.get(_tail(name), name)
+        found = self._by_name.get(name, [])
+        return found[0] if len(found) == 1 and found[0][0].kind is BlockKind.EXPERT else None
 
     def _check(
         self,
@@ -208,12 +264,19 @@ def _stamps(parts: Iterable[BoundPart]) -> dict[Path, tuple[int, int]]:
 
 def _fingerprint(parts: list[BoundPart]) -> str:
     total = hashlib.blake2b(digest_size=16)
+    read: set[tuple[str, int, int]] = set()
     for part in sorted(parts, key=lambda part: (str(part.block), part.name)):
         matrices = part.matrices
         said = (str(part.block), part.name, matrices.scale, matrices.turned, matrices.rank)
         total.update(repr(said).encode())
+        if matrices.experts:
+            total.update(repr((matrices.experts, matrices.expert)).encode())
         for record in (matrices.down, matrices.up):
             total.update(record.dtype.encode())
+            place = record.name, record.offset, record.nbytes
+            if place in read and matrices.experts:  # all experts', which was read for the first one
+                continue
+            read.add(place)
             _pieces(record, total.update)
     return total.hexdigest()
 
