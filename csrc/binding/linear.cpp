@@ -1,6 +1,6 @@
 #include "linear/linear.h"
 
-#include "binding/binding.h"
+#include "binding/owned.h"
 #include "linear/gguf.h"
 #include "linear/low_rank.h"
 #include "experimental/msd.h"
@@ -18,11 +18,6 @@ Weight make_weight(int code, int packing, size_t rows, size_t columns, Address d
           tile_columns, at<const uint8_t>(zeros), at<const void>(minima), factor,
           int8_activations, scale_columns, 0, at<const uint32_t>(grid)};
 }
-
-// The adapters of a step's rows, as Python keeps them; borrows all memory.
-struct LowRanks {
-  std::vector<LowRank> adapters;
-};
 
 }  // namespace
 
@@ -67,9 +62,10 @@ void bind_linear(nb::module_& m) {
                            size_t stride, Address out, int out_type, size_t out_columns,
                            size_t out_stride, size_t threads) {
     Kernel kernel;
+    const AddedColumns part{all.adapters.data(), all.adapters.size(), 0, out_columns};
     add_low_rank({at<const void>(x), static_cast<DType>(type), tokens, columns, stride},
                  {at<void>(out), static_cast<DType>(out_type), tokens, out_columns, out_stride},
-                 all.adapters.data(), all.adapters.size(), threads);
+                 &part, 1, threads);
   });
   m.def("msd_linear", [](const Weight& weight, Address x, int type, size_t tokens, size_t stride,
                          Address out, int out_type, size_t out_stride, size_t threads) {

@@ -28,6 +28,11 @@ class OwnedProjections {
   std::vector<Weight> weights_;
 };
 
+// The adapters of a step's rows, as Python keeps them; borrows all memory.
+struct LowRanks {
+  std::vector<LowRank> adapters;
+};
+
 class OwnedExpert {
  public:
   // projections: gate, up and down, as for projections_of

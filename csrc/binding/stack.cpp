@@ -147,6 +147,47 @@ class OwnedDeltaLayer {
   DeltaLayer layer_;
 };
 
+// What adapters add in a step to some projections of layers, counted as in projections_of, layer
+// after layer.
+class StackAdapters {
+ public:
+  // given: (place, LowRanks) of each
+  explicit StackAdapters(nb::tuple given) : kept_(given) {
+    for (nb::handle item : given) {
+      auto one = nb::borrow<nb::tuple>(item);
+      added_.push_back({nb::cast<size_t>(one[0]), &nb::cast<const LowRanks&>(one[1]).adapters});
+    }
+  }
+
+  struct Added {
+    size_t place;
+    const std::vector<LowRank>* adapters;
+  };
+  const std::vector<Added>& added() const { return added_; }
+
+ private:
+  nb::tuple kept_;  // what is added
+  std::vector<Added> added_;
+};
+
+// While it lives, projections have what is added.
+class Adapting {
+ public:
+  Adapting(const std::vector<Projection*>& projections, const StackAdapters& adapters)
+      : projections_(projections), adapters_(adapters) {
+    for (const auto& [place, added] : adapters.added()) projections.at(place)->added = added;
+  }
+  ~Adapting() {
+    for (const auto& each : adapters_.added()) projections_.at(each.place)->added = nullptr;
+  }
+  Adapting(const Adapting&) = delete;
+  Adapting& operator=(const Adapting&) = delete;
+
+ private:
+  const std::vector<Projection*>& projections_;
+  const StackAdapters& adapters_;
+};
+
 // layers: (AttentionLayer or DeltaLayer, FeedForward or SparseLayer)
 class Stack {
  public:
@@ -166,12 +207,16 @@ class Stack {
       }
       layers_.push_back(std::move(layer));
     }
+    for (StackLayer& layer : layers_) {
+      for (Projection* projection : projections_of(layer)) projections_.push_back(projection);
+    }
   }
 
   // angles: a tuple of (address of cosines, of sines, numbers that turn)
   // states: of the runs, as for state_runs
   size_t run(const Runs& runs, nb::tuple angles, const std::vector<size_t>& states, Address hidden,
-             int type, size_t tokens, size_t width, Address uses, size_t threads) const {
+             int type, size_t tokens, size_t width, Address uses, const StackAdapters& adapters,
+             size_t threads) {
     std::vector<Angles> turns;
     for (nb::handle item : angles) {
       auto given = nb::borrow<nb::tuple>(item);
@@ -179,6 +224,7 @@ class Stack {
                        at<const float>(nb::cast<Address>(given[1])), nb::cast<size_t>(given[2])});
     }
     const std::vector<StateRun> recurrent = state_runs(states);
+    const Adapting adapting(projections_, adapters);
     Kernel kernel;
     return run_stack(layers_,
                      {static_cast<DType>(type), tokens, width, at<void>(hidden), runs.runs.data(),
@@ -190,6 +236,7 @@ class Stack {
  private:
   nb::tuple kept_;  // what the layers refer to
   std::vector<StackLayer> layers_;
+  std::vector<Projection*> projections_;  // of all layers
 };
 
 }  // namespace
@@ -218,6 +265,8 @@ void bind_stack(nb::module_& m) {
     Kernel kernel;
     mix(layer, step, at<char>(out), threads);
   });
+  nb::class_<StackAdapters>(m, "StackAdapters", "What adapters add to layers; borrows memory.")
+      .def(nb::init<nb::tuple>());
   nb::class_<Stack>(m, "Stack", "Decoder layers in one call; borrows their memory.")
       .def(nb::init<nb::tuple>())
       .def("run", &Stack::run);

@@ -110,6 +110,20 @@ void multiply(const Projection* projections, size_t count, const Inputs& inputs,
   });
 }
 
+void add_adapters(const Projection* projections, size_t count, const ConstMatrix& x,
+                  const Matrix& out, size_t threads) {
+  std::vector<AddedColumns> parts;
+  size_t column = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t columns = projections[i].weight->rows;
+    if (const std::vector<LowRank>* added = projections[i].added) {
+      parts.push_back({added->data(), added->size(), column, columns});
+    }
+    column += columns;
+  }
+  if (!parts.empty()) add_low_rank(x, out, parts.data(), parts.size(), threads);
+}
+
 }  // namespace
 
 void linear(const Projection* projections, size_t count, const ConstMatrix& x, const Matrix& out,
@@ -119,6 +133,7 @@ void linear(const Projection* projections, size_t count, const ConstMatrix& x, c
   Scratch scratch(needs.bytes(x));
   const Inputs inputs = prepare(x, needs, scratch, threads);
   multiply(projections, count, inputs, needs, scratch, out, threads);
+  add_adapters(projections, count, x, out, threads);
 }
 
 void linear_of_codes(const Projection* projections, size_t count, const ConstMatrix& x,

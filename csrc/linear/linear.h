@@ -5,8 +5,10 @@
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "base/dtype.h"
+#include "linear/low_rank.h"
 #include "linear/weight.h"
 
 namespace hmt {
@@ -16,6 +18,7 @@ struct Projection {
   const Weight* weight;
   const void* bias;  // [rows] of type bias_type, or null
   DType bias_type;
+  const std::vector<LowRank>* added = nullptr;  // what adapters add to some rows; null for nothing
 };
 
 // out[:, o_i : o_i + rows_i] = x weights_i^T + bias_i, where o_i are the rows before.
@@ -29,6 +32,8 @@ struct Projection {
 // the place of groups, and the scale of x is multiplied with theirs.  So it is in panels where x has
 // a scale per group.  See `linear_int8_blocks` and `linear_int8_groups` in
 // kernels/reference/matmul.py.
+//
+// What adapters add is added to the rounded result: see low_rank.h.
 void linear(const Projection* projections, size_t count, const ConstMatrix& x, const Matrix& out,
             size_t threads);
 
@@ -45,8 +50,8 @@ struct CodeRows {
   void fill(size_t t, const float* x, size_t columns) const;
 };
 
-// `linear` of weights that all take int8 activations in one form, where `write` fills in the codes;
-// x only says how many tokens and columns there are.
+// `linear` of weights that all take int8 activations in one form, and have nothing `added`, where
+// `write` fills in the codes; x only says how many tokens and columns there are.
 void linear_of_codes(const Projection* projections, size_t count, const ConstMatrix& x,
                      const Matrix& out, const std::function<void(const CodeRows&)>& write,
                      size_t threads);

@@ -23,9 +23,16 @@ struct LowRank {
   float scale;
 };
 
-// out[row] = out[row] + scale * (up^T (down x[row])), in f32, rounded to out.type once, for each row
-// of each adapter.  No row has two of them.
-void add_low_rank(const ConstMatrix& x, const Matrix& out, const LowRank* adapters, size_t count,
+// What adapters add to `columns` neighbouring numbers of rows, from `first` on.
+struct AddedColumns {
+  const LowRank* adapters;
+  size_t count;
+  size_t first, columns;
+};
+
+// out[row] = out[row] + scale * (up^T (down x[row])), in f32, rounded to out.type once, for the
+// columns of each of `parts` and each row of its adapters.  No number gets two sums.
+void add_low_rank(const ConstMatrix& x, const Matrix& out, const AddedColumns* parts, size_t count,
                   size_t threads);
 
 struct LowRankKernels {

@@ -8,21 +8,25 @@ namespace {
 // Sums at a time: they hide the latency of one.
 constexpr size_t kSums = 4;
 
+// out[r] = row r of weights . x, for `rows` of kSums at most: they share what is read of x.
 template <typename Inputs, typename Weights>
-float dot(const typename Inputs::Type* x, const typename Weights::Type* weights, size_t columns) {
+void dots(const typename Inputs::Type* x, const typename Weights::Type* weights, size_t rows,
+          size_t columns, float* out) {
   F16v sums[kSums] = {zero(), zero(), zero(), zero()};
+  const typename Weights::Type* from[kSums];
+  for (size_t r = 0; r < kSums; ++r) from[r] = weights + (r < rows ? r : 0) * columns;
   size_t i = 0;
-  for (; i + 16 * kSums <= columns; i += 16 * kSums) {
-    for (size_t k = 0; k < kSums; ++k) {
-      const size_t at = i + 16 * k;
-      sums[k] = fma(Inputs::read(x + at), Weights::read(weights + at), sums[k]);
+  for (; i + 16 <= columns; i += 16) {
+    const F16v some = Inputs::read(x + i);
+    for (size_t r = 0; r < kSums; ++r) sums[r] = fma(some, Weights::read(from[r] + i), sums[r]);
+  }
+  if (const size_t left = columns - i; left > 0) {
+    const F16v some = read<Inputs>(x + i, left);
+    for (size_t r = 0; r < kSums; ++r) {
+      sums[r] = fma(some, read<Weights>(from[r] + i, left), sums[r]);
     }
   }
-  for (size_t k = 0; i < columns; i += 16, ++k) {
-    const size_t some = columns - i < 16 ? columns - i : 16;
-    sums[k] = fma(read<Inputs>(x + i, some), read<Weights>(weights + i, some), sums[k]);
-  }
-  return sum(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+  for (size_t r = 0; r < rows; ++r) out[r] = sum(sums[r]);
 }
 
 void down(const LowRank& adapter, const void* x, DType type, size_t columns, size_t begin,
@@ -33,8 +37,9 @@ void down(const LowRank& adapter, const void* x, DType type, size_t columns, siz
       using Weights = decltype(weights);
       const auto* values = static_cast<const typename Inputs::Type*>(x);
       const auto* matrix = static_cast<const typename Weights::Type*>(adapter.down);
-      for (size_t r = begin; r < end; ++r) {
-        low[r] = dot<Inputs, Weights>(values, matrix + r * columns, columns);
+      for (size_t r = begin; r < end; r += kSums) {
+        dots<Inputs, Weights>(values, matrix + r * columns, end - r < kSums ? end - r : kSums,
+                              columns, low + r);
       }
     });
   });

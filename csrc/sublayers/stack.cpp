@@ -79,7 +79,37 @@ size_t sparse_layer(const SparseLayer& layer, const StackStep& step, const char*
   return experts.size();
 }
 
+std::vector<Projection*> mixer_projections(AttentionLayer& layer) {
+  std::vector<Projection*> found;
+  for (Projection& projection : layer.inputs.projections) found.push_back(&projection);
+  found.push_back(&layer.output);
+  return found;
+}
+
+std::vector<Projection*> mixer_projections(DeltaLayer& layer) {
+  std::vector<Projection*> found;
+  for (Projection& projection : layer.inputs) found.push_back(&projection);
+  if (layer.through_gate) found.push_back(&*layer.through_gate);
+  if (layer.through_decay) found.push_back(&*layer.through_decay);
+  found.push_back(&layer.output);
+  return found;
+}
+
 }  // namespace
+
+std::vector<Projection*> projections_of(StackLayer& layer) {
+  std::vector<Projection*> found =
+      std::visit([](auto& mixer) { return mixer_projections(mixer); }, layer.mixer);
+  if (auto* dense = std::get_if<FeedForward>(&layer.second)) {
+    for (Projection& projection : dense->gate_up) found.push_back(&projection);
+    found.push_back(&dense->down);
+    return found;
+  }
+  auto& sparse = std::get<SparseLayer>(layer.second);
+  for (Projection& projection : sparse.inputs) found.push_back(&projection);
+  if (sparse.shared) found.push_back(&sparse.shared->down);
+  return found;
+}
 
 size_t run_stack(const std::vector<StackLayer>& layers, const StackStep& step, size_t threads) {
   const size_t bytes = step.tokens * step.width * bytes_of(step.type);

@@ -43,6 +43,11 @@ struct StackLayer {
   std::variant<FeedForward, SparseLayer> second;
 };
 
+// The layer's projections but those of routed experts: of the mixer its inputs, what is behind gates
+// and decays, and the output; of an FFN gate, up and down; of a sparse layer its inputs, and the
+// shared expert's down.
+std::vector<Projection*> projections_of(StackLayer& layer);
+
 // Changes the step's hidden states.  `uses` counts how often each expert was read: those of all sparse
 // layers, layer after layer.
 //

@@ -66,6 +66,7 @@ void normed_linear(const Norm& norm, const std::vector<Projection>& projections,
   const auto form = [](const Projection& p) { return code_form(p.weight->scale_columns); };
   for (const Projection& p : projections) {
     codes_only = codes_only && p.weight->int8_activations && form(p) == form(projections[0]);
+    codes_only = codes_only && p.added == nullptr;  // adapters take the numbers themselves
   }
   const ConstMatrix normed{norm.out, norm.type, norm.tokens, norm.width, norm.out_token_stride};
   if (!codes_only) {

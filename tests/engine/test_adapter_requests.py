@@ -133,6 +133,10 @@ def test_devices_compute_the_same(gpus: str, adapters: tuple[Path, dict[str, Any
             notes = loaded.summary().notes
             both = [one.token_ids for one in loaded.infer_batch(asked)]
             assert both[1] == bare
+            used = loaded.summary()
+            if device:  # a copy for each device, for as long as it is in memory
+                held = used.used_bytes["adapters"]
+                assert used.device.used_bytes["adapters"] == held * len(gpus.split(",")) > 0
             found.append((both, loaded.logits(tokens, range(30), adapter="own")))
             if device:
                 assert not any("adapters" in note for note in notes)

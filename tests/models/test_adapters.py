@@ -3,17 +3,20 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from adapter_files import CONFIG, WEIGHTS, answers, write_adapter
+from adapter_files import CONFIG, WEIGHTS, answers, tensors_of, write_adapter
 from plain_memory import published, put_tokenizer, random_reference
 from random_configs import case_of
 from safetensors.torch import save_file
 
 import hmt
-from hmt.base.errors import AdapterError
+from hmt.base.errors import AdapterError, ShapeError
+from hmt.contracts.step import Step
 from hmt.kernels.cpu import extension
+from hmt.layers.stack import FusedLayers
 
 TOLERANCE = 1e-4
 OPTIONS = {"dtype": "float32", "context": 64, "max_prefill_tokens": 16, "max_batch": 4}
@@ -21,11 +24,21 @@ TOKENS = 29
 # Attention with biases, all in one matrix, with windows and more norms, latent, and recurrent.
 FAMILIES = ["llama-0", "phi3-0", "gemma3_text-0", "qwen3_moe-0", "deepseek_v3-0", "qwen3_next-0"]
 FAMILIES += ["qwen3_5_text-0", "lfm2-0", "mixtral-0", "glm4_moe-0"]
+ALONE = {"deepseek_v3-0", "lfm2-0", "glm4_moe-0"}  # layer by layer, with adapters or without
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_equal_pefts(name: str, tmp_path: Path) -> None:
+def test_logits_equal_pefts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every budget and chunk, and of rows without an adapter those without any."""
+    together, fused = list[bool](), FusedLayers.__call__
+
+    def counted(self: FusedLayers, hidden: torch.Tensor, step: Step, adapters: Any = None) -> bool:
+        done = fused(self, hidden, step, adapters)
+        if adapters is not None:
+            together.append(done)
+        return done
+
+    monkeypatch.setattr(FusedLayers, "__call__", counted)
     case = case_of(name)
     reference = random_reference(case.config, case.seed)
     published(reference, tmp_path / "model")
@@ -49,6 +62,8 @@ def test_logits_equal_pefts(name: str, tmp_path: Path) -> None:
     assert float((wanted - bare).abs().max()) > 100 * TOLERANCE, "the adapter changes something"
     if extension.load() is not None:
         assert torch.equal(found[0], found[1])
+        # In one call for all layers, where the family has kernels for that.
+        assert all(together) and bool(together) is (name not in ALONE)
 
 
 def test_experts_have_adapters_of_their_own(tmp_path: Path) -> None:
@@ -91,6 +106,34 @@ def test_experts_have_adapters_of_their_own(tmp_path: Path) -> None:
         assert [one.token_ids for one in model.infer_batch(both)] == alone
         assert torch.equal(model.logits(tokens, range(TOKENS)), bare)
     torch.testing.assert_close(found, answers(reference, tokens), atol=TOLERANCE, rtol=0)
+
+
+def test_experts_in_one_tensor_have_adapters(tmp_path: Path) -> None:
+    """As peft writes them since experts are no modules: `target_parameters`."""
+    case = case_of("qwen3_moe-0")
+    reference = random_reference(case.config, case.seed)
+    published(reference, tmp_path / "model")
+    put_tokenizer(tmp_path / "model")
+    adapted = write_adapter(
+        reference, tmp_path / "own", 3, rank=3, targets=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )  # fmt: skip
+    tokens = list(range(40, 40 + TOKENS))
+    with hmt.Engine(host_memory="64MiB", adapters=[f"own={tmp_path}/own"], **OPTIONS) as engine:
+        model = engine.load_model(tmp_path / "model")
+        bare = model.logits(tokens, range(TOKENS))
+        found = model.logits(tokens, range(TOKENS), prefill=20, adapter="own")
+    torch.testing.assert_close(found, answers(adapted, tokens), atol=TOLERANCE, rtol=0)
+    assert float((found - bare).abs().max()) > 100 * TOLERANCE
+    expert = [name for name in tensors_of(tmp_path / "own") if ".experts." in name]
+    assert any("base_layer" in name for name in expert), "both parameters are adapted"
+    config = json.loads((tmp_path / "own" / CONFIG).read_text())
+    (tmp_path / "own" / CONFIG).write_text(json.dumps(config | {"r": 1}))
+    with (
+        hmt.Engine(host_memory="64MiB", adapters=[f"own={tmp_path}/own"], **OPTIONS) as engine,
+        pytest.raises((AdapterError, ShapeError)),
+    ):
+        engine.load_model(tmp_path / "model")
 
 
 def test_what_is_computed_in_another_way_is_refused(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def test_drafts_change_no_answer(
     calls: Counter[tuple[bool, bool]] = Counter()  # (computed, drafts) of fused layers
     fused = FusedLayers.__call__
 
-    def counted(self: FusedLayers, hidden: torch.Tensor, step: Step) -> bool:
-        done = fused(self, hidden, step)
+    def counted(self: FusedLayers, hidden: torch.Tensor, step: Step, *adapters: Any) -> bool:
+        done = fused(self, hidden, step, *adapters)
         calls[done, any(run.drafts for run in step.segments)] += 1
         return done
 

@@ -105,8 +105,8 @@ def test_layers_in_one_call_turn_heads_by_three_positions(
     publish(vision_model("qwen2_5_vl").to(torch.bfloat16), tmp_path)
     called, plain = list[int](), FusedLayers.__call__
 
-    def counted(self: FusedLayers, hidden: torch.Tensor, step: Step) -> bool:
-        done = plain(self, hidden, step)
+    def counted(self: FusedLayers, hidden: torch.Tensor, step: Step, *adapters: Any) -> bool:
+        done = plain(self, hidden, step, *adapters)
         if done and step.axes is not None:
             called.append(len(hidden))
         return done

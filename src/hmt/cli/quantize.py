@@ -8,6 +8,7 @@ import typer
 
 from hmt.base.errors import ConfigError
 from hmt.base.units import format_bytes, format_seconds, parse_bytes
+from hmt.cli import finetune
 from hmt.cli import quantize_options as options
 from hmt.cli.chosen_bits import chosen_lines
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 _INTERRUPTED = 130  # as shells count: 128 + SIGINT
 _NAMED = 5  # weights that are named, of those with a note
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add what makes weights: `quantize`, and `finetune`."""
+    app.command("quantize")(quantize)
+    app.command("finetune")(finetune.finetune)
 
 
 def quantize(

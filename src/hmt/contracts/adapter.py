@@ -5,9 +5,11 @@ An adapter is known by a number, from 1 on; 0 stands for none.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 
+from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
 
 
@@ -15,20 +17,24 @@ from hmt.contracts.encoding import WeightTensor
 class LowRank:
     """What one adapter adds to one linear layer: scale * up(down(x)), in f32.
 
-    down   [rank, in], f32, f16 or bf16, contiguous
-    up     [rank, out], the same: transposed, so that kernels read it in order
+    down         [rank, in], f32, f16 or bf16, contiguous
+    up           [rank, out], the same: transposed, so that kernels read it in order
+    down_copies  on devices; parts of one layer, which have the same `down`, share them
     """
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
-    _copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    down_copies: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    _up_copies: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
-    def on(self, where: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`down` and `up` on a device, always in the same dtype there; kept as long as this."""
-        if where not in self._copies:
-            self._copies[where] = self.down.to(where, dtype), self.up.to(where, dtype)
-        return self._copies[where]
+    def on(self, where: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`down` and `up` on a device; kept as long as this."""
+        if where not in self._up_copies:
+            self._up_copies[where] = self.up.to(where)
+        if where not in self.down_copies:
+            self.down_copies[where] = self.down.to(where)
+        return self.down_copies[where], self._up_copies[where]
 
     @property
     def rank(self) -> int:
@@ -72,6 +78,19 @@ class AdapterRows:
     def chosen(self, rows: torch.Tensor) -> "AdapterRows":
         """The same of some rows (int64 [count]), in their order."""
         return AdapterRows(self.numbers[row] for row in rows.tolist())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAdapters:
+    """Adapters of a step's rows, and what they add.
+
+    parts      by block, parameter and adapter
+    described  what kernels that take many blocks made of these, by who made it; kept as long
+    """
+
+    rows: AdapterRows
+    parts: Mapping[BlockId, Mapping[str, Mapping[int, LowRank]]]
+    described: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

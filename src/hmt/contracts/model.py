@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from hmt.contracts.adapter import StepAdapters
 from hmt.contracts.blocks import BlockId, BlockSpec
 from hmt.contracts.image import ImageEncoder
 from hmt.contracts.step import Step
@@ -261,10 +262,13 @@ class FusedLayers(Protocol):
         """Of each layer with experts: how many calls have used each of them.  They lease none."""
         ...
 
-    def __call__(self, hidden: torch.Tensor, step: Step) -> bool:
+    def __call__(
+        self, hidden: torch.Tensor, step: Step, adapters: StepAdapters | None = None
+    ) -> bool:
         """Change hidden [tokens, hidden_size] as the layers do, and append to the KV.
 
-        False, and nothing done, where the step has too many tokens.
+        False, and nothing done, where the step has too many tokens, or adapters that change what
+        the call adds none to.
         """
         ...
 

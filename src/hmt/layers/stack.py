@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from hmt.contracts.adapter import StepAdapters
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, ResidentBlock, StateRun, Weights
@@ -73,6 +75,8 @@ class FusedLayers:
     ) -> None:
         """See `build`.  always_bytes, expert_bytes: read in every step, and for each expert."""
         self._stack = stack
+        self._layers = range(first, first + len(layers))
+        self._halves = [half for n, layer in enumerate(layers, first) for half in _halves(n, layer)]
         sparse = [n for n, layer in enumerate(layers, first) if isinstance(layer.second, Experts)]
         self._uses = dict(zip(sparse, stack.uses, strict=True))
         self._rotaries = _rotaries(layers)
@@ -109,13 +113,19 @@ class FusedLayers:
         """See contracts.model.FusedLayers."""
         return {layer: uses.tolist() for layer, uses in self._uses.items()}
 
-    def __call__(self, hidden: Tensor, step: Step) -> bool:
+    def __call__(self, hidden: Tensor, step: Step, adapters: StepAdapters | None = None) -> bool:
         """Change hidden [tokens, hidden_size] as the layers do, and append to the KV.
 
-        False, and nothing done, for a step of many tokens, or one that copies states on its way.
+        False, and nothing done, for a step of many tokens, one that copies states on its way, or
+        one with adapters of routed experts.
         """
         if len(hidden) > _MOST_TOKENS or not hidden.is_contiguous():
             return False
+        added = None
+        if adapters is not None:
+            added = self._added(adapters)
+            if added is None or len(hidden) != len(adapters.rows):
+                return False
         states: Sequence[StateRun] = ()
         if self._recurrent is not None:
             state = self._kv.state(self._recurrent, step)
@@ -123,9 +133,20 @@ class FusedLayers:
                 return False
             states = state.runs
         angles = [rotary.cos_sin(step) for rotary in self._rotaries]
-        experts = self._stack.run(hidden, self._kv.kernel_metadata(step), angles, states)
+        experts = self._stack.run(hidden, self._kv.kernel_metadata(step), angles, states, added)
         self._weights.count(self._always_bytes + experts * self._expert_bytes)
         return True
+
+    def _added(self, adapters: StepAdapters) -> Any:
+        """What `adapters` add, for kernels; None where these add none to some of it."""
+        if self not in adapters.described:
+            inside = {block for block in adapters.parts if block.layer in self._layers}
+            made = None
+            if inside.issubset(self._halves):
+                parts = [adapters.parts.get(half, {}) for half in self._halves]
+                made = self._stack.adapters(adapters.rows, parts)
+            adapters.described[self] = made
+        return adapters.described[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +167,19 @@ class _Blocks:
 
     @classmethod
     def find(cls, index: int, layer: FusableLayer, weights: Weights) -> "_Blocks | None":
-        sparse = isinstance(layer.second, Experts)
-        blocks = [
-            BlockId(index, BlockKind.ATTENTION),
-            BlockId(index, BlockKind.ROUTER if sparse else BlockKind.FFN),
-        ]
+        blocks = list(_halves(index, layer))
         if isinstance(layer.second, Experts):
             numbers = range(layer.second.router.experts)
             blocks += [BlockId(index, BlockKind.EXPERT, expert) for expert in numbers]
         found = weights.resident(blocks)
         return None if found is None else cls(found[0], found[1], found[2:])
+
+
+def _halves(index: int, layer: FusableLayer) -> tuple[BlockId, BlockId]:
+    """Blocks of a layer's mixer, and of what follows it."""
+    sparse = isinstance(layer.second, Experts)
+    second = BlockKind.ROUTER if sparse else BlockKind.FFN
+    return BlockId(index, BlockKind.ATTENTION), BlockId(index, second)
 
 
 def _rotaries(layers: Sequence[FusableLayer]) -> list[Rotary]:

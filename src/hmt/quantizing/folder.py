@@ -29,8 +29,19 @@ class PartialFolder:
     begun         what `remember` was told when it was begun; None before
     """
 
-    def __init__(self, out: Path, identity: Mapping[str, Any], *, force: bool) -> None:
+    def __init__(
+        self,
+        out: Path,
+        identity: Mapping[str, Any],
+        *,
+        force: bool,
+        report: str = REPORT,
+        made_by: str = "hmt quantize",
+    ) -> None:
         """Begin it, or go on with what an earlier run of equal `identity` has left.
+
+        report    a file that every complete result has
+        made_by   the command that makes such results
 
         Raises ConfigError where `out` cannot be, or exists (with `force` a quantised model there is
         replaced in the end); where another run is making it, or made it as `identity` does not say.
@@ -38,10 +49,10 @@ class PartialFolder:
         self.out = out.resolve()
         self.folder = self.out.with_name(self.out.name + ".partial")
         self.model, self.work = self.folder / "model", self.folder / "work"
-        self._force = force
-        if (self.out / REPORT).is_file() and not self.model.exists() and _is_ours(self.folder):
+        self._force, self._report, self._made_by = force, report, made_by
+        if (self.out / report).is_file() and not self.model.exists() and _is_ours(self.folder):
             shutil.rmtree(self.folder)  # a run was killed after the model was in its place
-        _check_place(self.out, force)
+        self._check_place()
         _check_ours(self.folder)
         with writing(f"making {self.folder}"):
             self.model.mkdir(parents=True, exist_ok=True)
@@ -110,7 +121,7 @@ class PartialFolder:
 
     def publish(self) -> None:
         """Make it `out`.  All files must be durable.  Raises DiskWriteError and ConfigError."""
-        _check_place(self.out, self._force)
+        self._check_place()
         old = self.folder / "old"
         with writing(f"moving the complete model from {self.model} to {self.out}"):
             for leftover in self.model.glob("*.partial"):
@@ -128,6 +139,21 @@ class PartialFolder:
             logger.warning("%s is complete; delete %s, which could not be (%s)", self.out,
                            self.folder, error)  # fmt: skip
 
+    def _check_place(self) -> None:
+        out = self.out
+        if not out.parent.is_dir():
+            raise ConfigError(
+                f"{out.parent} is not a folder; make it, or choose another for the model"
+            )
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return
+        if not (out / self._report).is_file():
+            raise ConfigError(
+                f"{out} exists and is no model that `{self._made_by}` made; choose another place"
+            )
+        if not self._force:
+            raise ConfigError(f"{out} exists; choose another place, or replace it with --force")
+
     def close(self) -> None:
         """Unlock it; what was written stays, for the next time, once it was begun."""
         if self.model.exists() and not (self.folder / _BEGUN).exists():
@@ -144,19 +170,6 @@ def _changed(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 def _brief(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 160 else f"{text[:150]} ..."
-
-
-def _check_place(out: Path, force: bool) -> None:
-    if not out.parent.is_dir():
-        raise ConfigError(f"{out.parent} is not a folder; make it, or choose another for the model")
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not (out / REPORT).is_file():
-        raise ConfigError(
-            f"{out} exists and is no model that `hmt quantize` made; choose another place"
-        )
-    if not force:
-        raise ConfigError(f"{out} exists; choose another place, or replace it with --force")
 
 
 def _is_ours(folder: Path) -> bool:

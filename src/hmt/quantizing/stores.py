@@ -40,12 +40,20 @@ def store_bytes(layouts: Mapping[BlockId, BlockLayout]) -> dict[str, int]:
 
 
 @contextmanager
-def open_store(layouts: Mapping[BlockId, BlockLayout], ledger: Ledger) -> Iterator[WeightStore]:
-    """A store of which nothing stays.  Raises BudgetError where the ledger has too little left."""
+def open_store(
+    layouts: Mapping[BlockId, BlockLayout],
+    ledger: Ledger,
+    room: Mapping[str, int] | None = None,
+) -> Iterator[WeightStore]:
+    """A store of which nothing stays for good.
+
+    room   bytes by purpose; those of `store_bytes` when left out
+    Raises BudgetError where the ledger has too little left.
+    """
     with ExitStack() as stack:
         pools = {}
         sizes = {layout.slot_bytes for layout in layouts.values()}
-        for purpose, nbytes in store_bytes(layouts).items():
+        for purpose, nbytes in (room or store_bytes(layouts)).items():
             account = ledger.open(Tier.HOST, purpose, nbytes)
             stack.callback(account.close)
             pools[purpose] = HostPool(account, sizes if purpose == "slots" else ())

@@ -435,10 +435,11 @@ class OverlappedExecutor(Executor):
     ) -> int:
         """Compute many layers in a call; how many were.  `hidden` changes as they change it."""
         computed = 0
-        if step.has_adapters:  # which kernels of many layers do not add
-            return computed
+        adapters = None
+        if self._views is not None and step.has_adapters:
+            adapters = self._views.of(step).adapters
         for layers, together in self._together:
-            if not together(hidden, step):
+            if not together(hidden, step, adapters):
                 return computed
             computed += len(layers)
             self._show(step, layers.stop, hidden, viewer)

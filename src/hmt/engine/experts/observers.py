@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from hmt.contracts.adapter import StepAdapters
 from hmt.contracts.blocks import BlockKind
 from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
@@ -73,8 +74,10 @@ class _ObservedLayers:
         self._layers = layers
         self._ended = ended
 
-    def __call__(self, hidden: torch.Tensor, step: Step) -> bool:
-        computed = self._layers(hidden, step)
+    def __call__(
+        self, hidden: torch.Tensor, step: Step, adapters: StepAdapters | None = None
+    ) -> bool:
+        computed = self._layers(hidden, step, adapters)
         if computed:
             self._ended(hidden)
         return computed

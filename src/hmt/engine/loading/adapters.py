@@ -1,12 +1,13 @@
 """Low-rank adapters of a model: those that are loaded with it, and those that come later."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hmt.base.errors import AdapterError
 from hmt.contracts.model import Model
 from hmt.contracts.plan import Tier
 from hmt.engine.config import EngineConfig
+from hmt.engine.loading.device import OnDevice
 from hmt.engine.loading.source import Source
 from hmt.formats.adapters import open_adapter
 from hmt.memory import Account, Ledger
@@ -80,10 +81,12 @@ def open_adapters(
     model: Model,
     accounts: Mapping[str, Account],
     ledger: Ledger,
+    on_devices: Sequence[OnDevice],
 ) -> Adapters:
     """The adapters of a model, in what the plan has reserved for them.  Raises BudgetError."""
     account = accounts.get("adapters") or ledger.open(Tier.HOST, "adapters", 0)
-    store = AdapterStore(account)
+    everywhere = (one for there in on_devices for one in there.accounts)
+    store = AdapterStore(account, [one for one in everywhere if one.purpose == "adapters"])
     for name, bound in named.items():
         store.add(name, bound)
     return Adapters(store, source, model)

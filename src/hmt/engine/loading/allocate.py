@@ -80,7 +80,9 @@ def allocate(
             stack.enter_context(on_device.device.compute_stream())
         pools["staging"].trim()  # seldom wanted again: converted blocks are read as they were kept
         images = open_images(prepared, config, accounts, weights, pools["slots"], on_devices, stack)
-        adapters = open_adapters(prepared.adapters, prepared.source, model, accounts, ledger)
+        adapters = open_adapters(
+            prepared.adapters, prepared.source, model, accounts, ledger, on_devices
+        )
         stack.callback(adapters.store.close)
         copies = open_copies(prepared, config, ledger, tracer, accounts, stack)
         trace = None

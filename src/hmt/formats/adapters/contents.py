@@ -1,6 +1,6 @@
 """What the file of an adapter has, in either format."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,9 @@ class AdapterMatrices:
     down     [rank, in]; of one expert of a stack, its part
     up       [out, rank]
     turned   numbers of a head whose rows of `up` lie in llama.cpp's order; else 0
+    experts  0; or `module` has the matrices of so many experts in one tensor: `down` has their
+             ranks one expert behind the other, and `up` all first ranks before all second ones
+    expert   of which of them, from 0 on, `down` is and the columns of `up` are; -1: of all
     """
 
     module: str
@@ -26,11 +29,18 @@ class AdapterMatrices:
     up: TensorRecord
     scale: float
     turned: int = 0
+    experts: int = 0
+    expert: int = -1
 
     @property
     def rank(self) -> int:
-        """Numbers between the two."""
-        return self.down.shape[0]
+        """Numbers between the two, of one expert where there are several."""
+        return self.up.shape[1] // max(1, self.experts)
+
+    def of_expert(self, expert: int, first: int, count: int) -> "AdapterMatrices":
+        """Of one expert, and of it the rows [first, first + count) of its outputs."""
+        down = self.down.rows(expert * self.rank, self.rank)
+        return replace(self, down=down, up=self.up.rows(first, count), expert=expert)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ _MOST_PATTERNS: Final = 4096
 _MOST_PATTERN_CHARACTERS: Final = 512
 _PATTERN_TIMEOUT_S: Final = 2.0  # for all patterns of a file: some take for ever to match
 _KEY: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+# Of a module that has several adapted parameters peft wraps one around the other.
+_WRAPPED: Final = ".base_layer"
 
 # What changes results in ways that HMT does not compute, and what it does.
 _REFUSED: Final = {
@@ -34,7 +36,6 @@ _REFUSED: Final = {
     "modules_to_save": "it replaces whole modules, of which HMT would need another copy",
     "trainable_token_indices": "it replaces rows of the embedding",
     "layer_replication": "it repeats layers of the model",
-    "target_parameters": "it changes parameters that are no linear layers",
     "alora_invocation_tokens": "it begins only behind some tokens (aLoRA)",
     "use_qalora": "its inputs are pooled (QALoRA)",
     "lora_bias": "it adds biases",
@@ -68,19 +69,25 @@ def open_peft(path: Path) -> AdapterFile:
         pairs.setdefault(match[1], {})[match[2]] = record
     if not pairs:
         raise AdapterError(f"{file} holds no tensor: the adapter changes nothing")
-    patterns = _Patterns(config, path)
+    patterns, stacks = _Patterns(config, path), _stacks(config, path)
     matrices = []
     for module, pair in pairs.items():
         if len(pair) != 2:
             raise HeaderError(f"{file}: {module} has lora_{min(pair)} alone: download it again")
+        while module.endswith(_WRAPPED):
+            module = module.removesuffix(_WRAPPED)
         rank = pair["A"].shape[0] if pair["A"].shape else 0
         wanted, scale = patterns.rank_and_scale(module)
-        if rank != wanted:
+        experts = 0
+        if module.rpartition(".")[2] in stacks and rank % wanted == 0:
+            experts = rank // wanted
+        elif rank != wanted:
             raise AdapterError(
                 f"{file}: {pair['A'].name!r} has rank {rank}, and {CONFIG} says {wanted}: the "
                 "files belong to different adapters"
             )
-        matrices.append(checked(AdapterMatrices(module, pair["A"], pair["B"], scale), file))
+        own = AdapterMatrices(module, pair["A"], pair["B"], scale, experts=experts)
+        matrices.append(checked(own, file))
     base = config.get("base_model_name_or_path")
     return AdapterFile(path, tuple(matrices), base if isinstance(base, str) else "")
 
@@ -115,6 +122,14 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
         raise AdapterError(
             f"{path} cannot be used: bias is {str(bias)[:40]!r}, which replaces biases of the model"
         )
+
+
+def _stacks(config: Mapping[str, Any], path: Path) -> set[str]:
+    """Last parts of the names of modules of which parameters are adapted: experts in one tensor."""
+    given = config.get("target_parameters") or []
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise AdapterError(f"{path}: target_parameters is no list of names")
+    return {name.rpartition(".")[0].rpartition(".")[2] for name in given}
 
 
 class _Patterns:

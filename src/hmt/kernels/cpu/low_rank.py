@@ -3,13 +3,14 @@
 A row's result depends on nothing but the row and its adapter, to the bit.
 """
 
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hmt.contracts.adapter import AdaptedWeight
+from hmt.contracts.adapter import AdaptedWeight, AdapterRows, LowRank
 from hmt.kernels import reference
 from hmt.kernels.cpu.abi import DTYPES
 from hmt.kernels.weight_cache import WeightCache
@@ -26,7 +27,7 @@ def add_low_rank(native: ModuleType, out: Tensor, x: Tensor, w: AdaptedWeight) -
     x = x if x.stride(1) == 1 else x.contiguous()
     made = _LOW_RANKS.get(w)
     if made is None:
-        made = _LOW_RANKS[w] = _describe(native, w)
+        made = _LOW_RANKS[w] = describe_low_ranks(native, w.rows, w.low_rank)
     native.add_low_rank(
         made,
         x.data_ptr(),
@@ -41,12 +42,15 @@ def add_low_rank(native: ModuleType, out: Tensor, x: Tensor, w: AdaptedWeight) -
     )
 
 
-def _describe(native: ModuleType, w: AdaptedWeight) -> Any:
+def describe_low_ranks(
+    native: ModuleType, each_row: AdapterRows, low_rank: Mapping[int, LowRank]
+) -> Any:
+    """The extension's own description, which borrows the memory of both."""
     made = native.LowRanks()
-    for number in w.rows.present:
-        part = w.low_rank.get(number)
+    for number in each_row.present:
+        part = low_rank.get(number)
         if part is not None:
-            rows = w.rows.of(number, part.down.device)
+            rows = each_row.of(number, part.down.device)
             down, up = part.down, part.up
             made.add(
                 rows.data_ptr(),

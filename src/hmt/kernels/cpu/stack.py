@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hmt.contracts.adapter import AdapterRows, LowRank
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.store import StateRun
 from hmt.kernels.cpu.abi import ACTIVATIONS, DTYPES
@@ -15,10 +16,18 @@ from hmt.kernels.cpu.attention import native_pages, native_runs
 from hmt.kernels.cpu.delta_layer import describe_delta, native_states
 from hmt.kernels.cpu.experts import native_expert
 from hmt.kernels.cpu.linear import projections
+from hmt.kernels.cpu.low_rank import describe_low_ranks
 from hmt.kernels.cpu.recurrent import run_numbers
 from hmt.kernels.cpu.sublayers import describe_attention_inputs, native_feed_forward, native_norm
 from hmt.kernels.reference.kv_pages import AttentionMetadata, Pages
-from hmt.kernels.reference.sublayers import AttentionInputs, DeltaChain, FeedForward, NormOptions
+from hmt.kernels.reference.sublayers import (
+    GATE_UP,
+    QUERY_KEY_VALUE,
+    AttentionInputs,
+    DeltaChain,
+    FeedForward,
+    NormOptions,
+)
 
 Params = Mapping[str, WeightTensor]
 
@@ -49,6 +58,11 @@ class StackAttention:
     sinks: Tensor | None = None
     gated: bool = False
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of parameters that are multiplied with, as in csrc/sublayers/stack.h."""
+        return (*QUERY_KEY_VALUE, "o_proj")
+
 
 @dataclass(frozen=True, slots=True)
 class StackDelta:
@@ -58,6 +72,13 @@ class StackDelta:
     params: Params
     states: Mapping[str, Tensor]
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """As StackAttention's."""
+        behind = (self.chain.through_gate, self.chain.through_decay)
+        names = (name for name in behind if name is not None)
+        return (*self.chain.inputs, *names, self.chain.output)
+
 
 @dataclass(frozen=True, slots=True)
 class StackFFN:
@@ -65,6 +86,11 @@ class StackFFN:
 
     layer: FeedForward
     params: Params
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """As StackAttention's."""
+        return (*GATE_UP, "down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +113,25 @@ class StackExperts:
     shared: str | None = None
     shared_gated: bool = False
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What the normed hidden states are multiplied with."""
+        if self.shared is None:
+            return ("router",)
+        gate = ("shared_gate",) if self.shared_gated else ()
+        return ("router", *gate, "shared_gate_proj", "shared_up_proj")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """As StackAttention's."""
+        return self.inputs if self.shared is None else (*self.inputs, "shared_down_proj")
+
 
 StackMixer = StackAttention | StackDelta
 StackLayer = tuple[StackMixer, StackFFN | StackExperts]
+
+# What adapters add in a step to one half of a layer, by parameter and adapter.
+Added = Mapping[str, Mapping[int, LowRank]]
 
 
 class Stack:
@@ -104,16 +146,39 @@ class Stack:
         layers: tuple[Any, ...],
         experts: Sequence[int],
         kept: Sequence[Tensor],
+        halves: Sequence[tuple[str, ...]],
     ) -> None:
-        """layers: as csrc/binding/sublayers.cpp wants them; experts: of those that have some.
+        """layers: as csrc/binding/stack.cpp wants them; experts: of those that have some.
 
-        kept   tensors that layers refer to, besides parameters
+        kept    tensors that layers refer to, besides parameters
+        halves  projections of each layer's mixer, and of what follows it
         """
         self._kept = kept
         self._extension = native
         self._native = native.Stack(layers)
+        self._halves = halves
+        self._unadapted = native.StackAdapters(())
         self._uses = torch.zeros(max(1, sum(experts)), dtype=torch.int64)
         self.uses = self._uses[: sum(experts)].split(list(experts))
+
+    def adapters(self, rows: AdapterRows, added: Sequence[Added]) -> Any:
+        """For `run`: what adapters of a step's rows add.  Borrows the memory of both.
+
+        added   for each layer's mixer, and for what follows it
+
+        None where some parameter is none of those that are multiplied with here.
+        """
+        described = []
+        first = 0
+        for names, changed in zip(self._halves, added, strict=True):
+            if not set(names).issuperset(changed):
+                return None
+            described += [
+                (first + names.index(name), describe_low_ranks(self._extension, rows, by_number))
+                for name, by_number in changed.items()
+            ]
+            first += len(names)
+        return self._extension.StackAdapters(tuple(described))
 
     def run(
         self,
@@ -121,12 +186,14 @@ class Stack:
         runs: AttentionMetadata,
         angles: Sequence[tuple[Tensor, Tensor]],
         states: Sequence[StateRun],
+        adapters: Any = None,
     ) -> int:
         """Change hidden [tokens, width] as the layers do.  Returns how many experts were read.
 
         hidden   contiguous, in a dtype that the extension has
         angles   cosines and sines as for `rope`, f32 and contiguous
         states   the runs of recurrent layers
+        adapters of the step's rows, as `adapters` describes them; None for none
         """
         tokens, width = hidden.shape
         experts: int = self._native.run(
@@ -138,6 +205,7 @@ class Stack:
             tokens,
             width,
             self._uses.data_ptr(),
+            self._unadapted if adapters is None else adapters,
             torch.get_num_threads(),
         )
         return experts
@@ -160,7 +228,8 @@ def stack(native: ModuleType, layers: Sequence[StackLayer]) -> Stack | None:
             return None
         described.append((before, after))
     experts = [len(second.experts) for _, second in layers if isinstance(second, StackExperts)]
-    return Stack(native, tuple(described), experts, kept)
+    halves = [half.projections for layer in layers for half in layer]
+    return Stack(native, tuple(described), experts, kept, halves)
 
 
 def _describe_attention(native: ModuleType, layer: StackAttention, kept: list[Tensor]) -> Any:
@@ -196,17 +265,15 @@ def _describe_ffn(native: ModuleType, second: StackFFN) -> Any:
 
 
 def _describe_experts(native: ModuleType, second: StackExperts) -> Any:
-    params, names = second.params, ["router"]
+    params = second.params
     shared: tuple[Any, ...] = ()
     if second.shared is not None:
-        names += ["shared_gate"] if second.shared_gated else []
-        names += ["shared_gate_proj", "shared_up_proj"]
         down, _ = projections(native, params, ("shared_down_proj",))
         if not down or second.shared not in ACTIVATIONS:
             return None
         shared = second.shared_gated, ACTIVATIONS[second.shared], down
     norm = native_norm(params, "norm", second.norm)
-    inputs, _ = projections(native, params, tuple(names))
+    inputs, _ = projections(native, params, second.inputs)
     experts = [native_expert(native, index, params) for index, params in enumerate(second.experts)]
     if not inputs or norm is None or None in experts or second.activation not in ACTIVATIONS:
         return None

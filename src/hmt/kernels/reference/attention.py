@@ -286,7 +286,7 @@ def _scores(query: Tensor, key: Tensor) -> Tensor:
     grouped = grouped.flatten(1, 2)  # [kv_heads, group * rows, key_dim]
     scores = grouped.new_empty(*grouped.shape[:2], len(key))
     for block in _blocks(len(key)):
-        torch.bmm(grouped, key[block].float().permute(1, 2, 0), out=scores[..., block])
+        scores[..., block] = grouped @ key[block].float().permute(1, 2, 0)
     return scores.view(*shape, -1)
 
 

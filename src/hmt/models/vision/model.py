@@ -3,6 +3,7 @@
 from torch import Tensor
 from typing_extensions import override
 
+from hmt.contracts.adapter import StepAdapters
 from hmt.contracts.model import FusedLayers, Model
 from hmt.contracts.step import Step
 from hmt.contracts.store import KVCache, Weights
@@ -62,6 +63,6 @@ class _WithoutAdded(FusedLayers):
         return self._fused.expert_uses
 
     @override
-    def __call__(self, hidden: Tensor, step: Step) -> bool:
+    def __call__(self, hidden: Tensor, step: Step, adapters: StepAdapters | None = None) -> bool:
         usual = not step.layer_features and not step.has_blocks
-        return usual and self._fused(hidden, step)
+        return usual and self._fused(hidden, step, adapters)

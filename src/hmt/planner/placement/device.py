@@ -211,7 +211,9 @@ class DeviceRoom:
         self.activations = device_activation_bytes(demand, chunk, context)
         self._host_bytes, self._weight_bytes = host_bytes, demand.weight_bytes
         self.mapping = _mapping_bytes(min(host_bytes, self._weight_bytes))
-        self.room = device_bytes - self.activations - self.mapping
+        # As many as in host memory: copies stay for as long as what they are copies of.
+        self.adapters = round_up(demand.adapter_bytes, _PAGE_BYTES)
+        self.room = device_bytes - self.activations - self.mapping - self.adapters
         self.encoder_bytes = work = 0
         if part.index == 0:
             self.encoder_bytes, work = least_encoder_bytes(demand, self.activations)
@@ -298,6 +300,7 @@ def share_of_device(
         part=part,
     )  # fmt: skip
     layers, activations, mapping = space.layers, space.activations, space.mapping
+    adapters = space.adapters
     mapped = host_bytes
     share = copied_share(machine)
     if asked is None:
@@ -312,14 +315,14 @@ def share_of_device(
         mapped = space.host_bytes(asked)
         mapping = min(mapping, _mapping_bytes(mapped))
     if not choice.layers:
-        least = min(layer.core_bytes for layer in layers) + activations + mapping
+        least = min(layer.core_bytes for layer in layers) + activations + mapping + adapters
         raise BudgetError(
             f"{demand.spec.architecture} cannot use {format_bytes(device_bytes)} of GPU memory: "
             f"the smallest attention takes {format_bytes(least)} with its keys and values, "
             "activations, and slots for the rest of the layer besides; give --gpu-memory more, or "
             "0 to compute on the CPU alone"
         )
-    spare = device_bytes - activations - mapping - space.encoder_bytes - choice.nbytes
+    spare = device_bytes - activations - mapping - adapters - space.encoder_bytes - choice.nbytes
     encoder, activations = with_spare(
         demand, space.encoder_bytes, activations, spare - _bytes(head)
     )
@@ -341,6 +344,7 @@ def share_of_device(
             "kv": sum(layer.kv_bytes for layer in choice.layers),
             "activations": activations,
             "mapping": mapping,
+            **({"adapters": adapters} if adapters else {}),
             **({"encoder": encoder} if encoder else {}),
         },
         slot_counts=choice.slot_counts,

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +36,11 @@ class BoundPart:
     name: str
     matrices: AdapterMatrices
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which both matrices are kept: one that holds the numbers of either."""
+        return torch.promote_types(DTYPES[self.matrices.down.dtype], DTYPES[self.matrices.up.dtype])
+
 
 @dataclass(frozen=True, slots=True)
 class BoundAdapter:
@@ -51,23 +57,24 @@ class BoundAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
-        return sum(record.nbytes for record in self._records())
+        """Memory that it takes, and as much on each device that computes with it."""
+        return sum(itemsize * numbers for numbers, itemsize in self._kept())
 
     @property
     def most_rank(self) -> int:
         """The largest of its ranks."""
         return max(part.matrices.rank for part in self.parts)
 
-    def _records(self) -> Iterator[TensorRecord]:
-        """All that is read, each once: parts of a fused layer share `down`."""
+    def _kept(self) -> Iterator[tuple[int, int]]:
+        """Numbers of each matrix, and bytes of one; parts of a fused layer share `down`."""
         seen = set()
         for part in self.parts:
-            yield part.matrices.up
-            down = part.matrices.down
+            matrices, itemsize = part.matrices, part.dtype.itemsize
+            yield matrices.up.shape[0] * matrices.rank, itemsize
+            down = matrices.down
             if (down.name, down.offset) not in seen:
                 seen.add((down.name, down.offset))
-                yield down
+                yield prod(down.shape), itemsize
 
     def read(self) -> Parts:
         """Its numbers.
@@ -81,18 +88,37 @@ class BoundAdapter:
                 "it again"
             )
         downs: dict[tuple[str, int], torch.Tensor] = {}
+        copies: dict[tuple[str, int], dict[torch.device, torch.Tensor]] = {}
+        ups = _Ups()
         found: dict[BlockId, dict[str, LowRank]] = {}
         for part in self.parts:
             matrices = part.matrices
             place = matrices.down.name, matrices.down.offset
             if place not in downs:
-                downs[place] = _read(matrices.down)
-            up = _read(matrices.up)
+                downs[place], copies[place] = _read(matrices.down).to(part.dtype), {}
+            up = ups.of(matrices).to(part.dtype)
             if matrices.turned:
                 up = turn_back(up, matrices.turned)
-            added = LowRank(downs[place], up.T.contiguous(), matrices.scale)
+            added = LowRank(downs[place], up.T.contiguous(), matrices.scale, copies[place])
             found.setdefault(part.block, {})[part.name] = added
         return found
+
+
+class _Ups:
+    """Reads what outputs are made of; that of all experts once, while it is theirs that come."""
+
+    def __init__(self) -> None:
+        self._all: tuple[object, torch.Tensor] | None = None
+
+    def of(self, matrices: AdapterMatrices) -> torch.Tensor:
+        """[out, rank], as published."""
+        if not matrices.experts:
+            return _read(matrices.up)
+        place = matrices.up.name, matrices.up.offset
+        if self._all is None or self._all[0] != place:
+            self._all = place, _read(matrices.up)
+        numbers = self._all[1].view(matrices.up.shape[0], matrices.rank, matrices.experts)
+        return numbers[:, :, matrices.expert]
 
 
 def bind_adapter(spec: ModelSpec, file: AdapterFile) -> BoundAdapter:
@@ -113,6 +139,13 @@ def bind_adapter(spec: ModelSpec, file: AdapterFile) -> BoundAdapter:
     return BoundAdapter(file, tuple(parts), _fingerprint(parts), stamps)
 
 
+def is_adapted(block: BlockId, param: ParamSpec) -> bool:
+    """Whether a parameter can have adapters."""
+    is_matrix = param.role is not Role.TABLE and len(param.shape) == 2
+    takes_some = is_matrix and block.kind in _ADAPTED and param.name != _ROUTER
+    return takes_some and param.name not in _TAKEN_APART
+
+
 class _Layers:
     """A model's linear layers by the names of checkpoints."""
 
@@ -130,6 +163,9 @@ class _Layers:
 
     def parts(self, matrices: AdapterMatrices, file: AdapterFile) -> Iterator[BoundPart]:
         """What `matrices` change: one parameter, or several that are parts of one layer."""
+        if matrices.experts:
+            yield from self._of_experts(matrices, file)
+            return
         name = matrices.module
         if name not in self._by_name:
             name = self._by_tail.get(_tail(name), name)
@@ -149,6 +185,40 @@ class _Layers:
             own = matrices.up.rows(first, end - first)
             yield BoundPart(block, param.name, replace(matrices, up=own))
 
+    def _of_experts(self, matrices: AdapterMatrices, file: AdapterFile) -> Iterator[BoundPart]:
+        """What a tensor of all experts changes, told by its sizes: gate and up, or down."""
+        names = [(name,) for name in ("down_proj",)] + [("gate_proj", "up_proj")]
+        sizes = matrices.up.shape[0], matrices.down.shape[1]
+        for group in names:
+            # One behind the other, so that what all experts share is read once for each parameter.
+            first = 0
+            bound = list[BoundPart]()
+            for name in group:
+                for expert in range(matrices.experts):
+                    found = self._expert(f"{matrices.module}.{expert}.{name}")
+                    if found is None or sizes != (
+                        len(group) * found[1].shape[0],
+                        found[1].shape[1],
+                    ):
+                        break
+                    block, param = found
+                    own = matrices.of_expert(expert, first, param.shape[0])
+                    bound.append(BoundPart(block, param.name, own))
+                first = sizes[0] // len(group)
+            if len(bound) == len(group) * matrices.experts:
+                yield from bound
+                return
+        raise ShapeError(
+            f"{file.path} changes {matrices.module} as {matrices.experts} experts of {sizes[1]} "
+            f"inputs and {sizes[0]} outputs, which {self._spec.architecture} has not in this model"
+        )
+
+    def _expert(self, name: str) -> tuple[BlockId, ParamSpec] | None:
+        if name not in self._by_name:
+            name = self._by_tail.get(_tail(name), name)
+        found = self._by_name.get(name, [])
+        return found[0] if len(found) == 1 and found[0][0].kind is BlockKind.EXPERT else None
+
     def _check(
         self,
         block: BlockId,
@@ -158,16 +228,15 @@ class _Layers:
         file: AdapterFile,
     ) -> None:
         at = f"{file.path} changes {matrices.module}"
-        is_matrix = param.role is not Role.TABLE and len(param.shape) == 2
-        if not is_matrix or block.kind not in _ADAPTED or param.name == _ROUTER:
-            raise AdapterError(
-                f"{at}, the {block}; HMT adapts linear layers of attention, networks and experts "
-                "alone: no embeddings, output layers, routers or norms"
-            )
         if param.name in _TAKEN_APART:
             raise AdapterError(
                 f"{at}, which latent attention takes apart and multiplies with from both sides; "
                 "HMT adapts its other projections alone"
+            )
+        if not is_adapted(block, param):
+            raise AdapterError(
+                f"{at}, the {block}; HMT adapts linear layers of attention, networks and experts "
+                "alone: no embeddings, output layers, routers or norms"
             )
         out, inputs = matrices.up.shape[0], matrices.down.shape[1]
         if (out, inputs) != (rows, param.shape[1]):
@@ -195,12 +264,19 @@ def _stamps(parts: Iterable[BoundPart]) -> dict[Path, tuple[int, int]]:
 
 def _fingerprint(parts: list[BoundPart]) -> str:
     total = hashlib.blake2b(digest_size=16)
+    read: set[tuple[str, int, int]] = set()
     for part in sorted(parts, key=lambda part: (str(part.block), part.name)):
         matrices = part.matrices
         said = (str(part.block), part.name, matrices.scale, matrices.turned, matrices.rank)
         total.update(repr(said).encode())
+        if matrices.experts:
+            total.update(repr((matrices.experts, matrices.expert)).encode())
         for record in (matrices.down, matrices.up):
             total.update(record.dtype.encode())
+            place = record.name, record.offset, record.nbytes
+            if place in read and matrices.experts:  # all experts', which was read for the first one
+                continue
+            read.add(place)
             _pieces(record, total.update)
     return total.hexdigest()
 

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hmt.base.errors import AdapterError, BudgetError, RequestError
@@ -47,9 +47,13 @@ class AdapterStore:
     longest ago leaves first.
     """
 
-    def __init__(self, account: Account) -> None:
-        """`account` has the memory that they may take together."""
+    def __init__(self, account: Account, on_devices: Sequence[Account] = ()) -> None:
+        """`account` has the memory that they may take together.
+
+        on_devices   have as much, for copies: of an adapter in memory there may be one on each
+        """
         self._account = account
+        self._on_devices = on_devices
         self._lock = threading.RLock()  # a hold may go while it is taken
         self._known: dict[str, _Known] = {}
         self._by_number: dict[int, _Known] = {}
@@ -183,13 +187,16 @@ class AdapterStore:
         except BaseException:
             self._account.release(nbytes)
             raise
+        for account in self._on_devices:
+            account.charge(nbytes)
 
     def _evict(self, known: _Known) -> None:
         if known.parts is not None:
             known.parts = None
             for evicted in self._watchers:
                 evicted()
-            self._account.release(known.bound.nbytes)
+            for account in (self._account, *self._on_devices):
+                account.release(known.bound.nbytes)
 
     def _release(self, known: _Known) -> None:
         with self._lock:

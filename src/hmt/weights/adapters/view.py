@@ -5,7 +5,13 @@ from contextlib import contextmanager
 from functools import partial
 
 from hmt.base.errors import AdapterError
-from hmt.contracts.adapter import AdaptedParams, AdaptedWeight, AdapterRows, LowRank
+from hmt.contracts.adapter import (
+    AdaptedParams,
+    AdaptedWeight,
+    AdapterRows,
+    LowRank,
+    StepAdapters,
+)
 from hmt.contracts.blocks import BlockId, BlockKind
 from hmt.contracts.encoding import WeightTensor
 from hmt.contracts.step import Step
@@ -18,14 +24,10 @@ Params = Mapping[str, WeightTensor]
 class AdaptedView:
     """Implements Weights over others, for steps whose rows have these adapters."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        rows: AdapterRows,
-        parts: Mapping[BlockId, Mapping[str, Mapping[int, LowRank]]],
-    ) -> None:
-        """`parts`: what is added, by block, parameter and adapter."""
+    def __init__(self, weights: Weights, adapters: StepAdapters) -> None:
+        self.adapters = adapters
         self._weights = weights
+        rows, parts = adapters.rows, adapters.parts
         self._rows, self._parts = rows, parts
         self._expert_rows: dict[int, AdapterRows] = {}
         with_experts: dict[int, set[int]] = {}
@@ -125,7 +127,7 @@ class AdapterViews:
                 for block, names in self._adapters.parts(number).items():
                     for name, added in names.items():
                         parts.setdefault(block, {}).setdefault(name, {})[number] = added
-            last = self._last = numbers, AdaptedView(self._weights, rows, parts)
+            last = self._last = numbers, AdaptedView(self._weights, StepAdapters(rows, parts))
         return last[1]
 
     def _forget(self) -> None:

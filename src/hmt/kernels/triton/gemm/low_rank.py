@@ -112,8 +112,9 @@ def _described(w: AdaptedWeight, where: torch.device) -> list[_Rows]:
         part = w.low_rank.get(number)
         if part is None:
             continue
-        dtype = torch.promote_types(part.down.dtype, part.up.dtype)
-        down, up = part.on(where, dtype)
+        down, up = part.on(where)
+        dtype = up.dtype
+        assert down.dtype is dtype, "both matrices of an adapter have one dtype"
         held.setdefault(dtype, []).extend((down, up))
         each = down.data_ptr(), up.data_ptr(), part.rank, part.scale
         own = w.rows.of(number, torch.device("cpu")).tolist()
