@@ -97,17 +97,17 @@ class WithTokens(Processing):
 
 
 class WithText(Processing):
-    """transformers' processor of the model writes a text, in the tokens of its tokenizer."""
+    """transformers' processor of the model writes a text, in the tokens of its `tokenizer`."""
 
     def __init__(self, processor: Any, token: int) -> None:
         """Raises ValueError where a prompt cannot say where an image is."""
-        self._tokenizer = processor.tokenizer
+        self.tokenizer = processor.tokenizer
         self._place: str = getattr(processor, "image_placeholder_token", processor.image_token)
         mark = self._tokens(self._place)
         if len(mark) != 1:
             raise ValueError(f"its mark of images is {len(mark)} tokens")
         super().__init__(processor, mark[0], token)
-        self._added = set(self._tokenizer.added_tokens_decoder)
+        self._added = set(self.tokenizer.added_tokens_decoder)
 
     def made(self, pixels: Tensor) -> Mapping[str, Any]:
         """See Processing."""
@@ -138,13 +138,13 @@ class WithText(Processing):
         begin = next((n for n, t in enumerate(right) if t in self._added), len(right))
         tail, head = list(left[len(left) - end :]), list(right[:begin])
         if tail and head:
-            words = [self._tokenizer.decode(part) for part in (tail, head)]
+            words = [self.tokenizer.decode(part) for part in (tail, head)]
             if [self._tokens(part) for part in words] == [tail, head]:
                 tail, head = self._tokens("".join(words)), []
         return [*left[: len(left) - end], *tail, *head, *right[begin:]]
 
     def _tokens(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer.ids(text)
+        found: list[int] = self.tokenizer.ids(text)
         return found
 
 
