@@ -71,7 +71,9 @@ def _torchvision() -> Iterator[None]:
         setattr(modules[outer], inner, modules[name])
     by_pillow = {PILImageResampling.BICUBIC: "bicubic", PILImageResampling.BILINEAR: "bilinear"}
     with ExitStack() as after:
-        after.enter_context(patch.dict(sys.modules, modules))
+        for name, module in modules.items():  # what is imported meanwhile stays
+            sys.modules[name] = module
+            after.callback(sys.modules.pop, name)
         for name, value in (("tvF", stand), ("pil_torch_interpolation_mapping", by_pillow)):
             after.enter_context(patch.object(image_processing_backends, name, value, create=True))
         base = import_module("transformers.video_processing_utils")

@@ -75,7 +75,7 @@ class _Moving:
     """An animation that Pillow decodes."""
 
     def __init__(self, data: bytes, found: Animation, most_pixels: int) -> None:
-        self._found = found
+        self._found, self._most_pixels = found, most_pixels
         self._image = Image.open(io.BytesIO(data), formats=_ANIMATED)
         _check_pixels(*self._image.size, most_pixels)
 
@@ -87,6 +87,7 @@ class _Moving:
     def frame(self, number: int) -> Image.Image:
         if number or self._found.first:
             self._image.seek(number + self._found.first)
+        _check_pixels(*self._image.size, self._most_pixels)  # it may reach beyond the first
         return in_rgb(self._image)
 
 

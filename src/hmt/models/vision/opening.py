@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,6 @@ from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.model import Model
 from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
-from hmt.models.vision import videos
 from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
 from hmt.models.vision.processing import (
@@ -26,10 +24,11 @@ from hmt.models.vision.processing import (
     Processing,
     WithText,
     from_file,
+    own_tokenizer,
     with_text,
     writes_text,
 )
-from hmt.models.vision.videos import VideoProcessing
+from hmt.models.vision.videos import VideoProcessing, video_processing
 from hmt.text.small_file import read_object
 
 # Whose image processor tells of a grid of patches, and whose positions have three axes.
@@ -160,7 +159,7 @@ def _opened(
     Raises errors of many kinds where configurations are not what they should be.
     """
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
-    from hmt.models.vision import tokenizing, windows
+    from hmt.models.vision import windows
     from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
@@ -185,14 +184,13 @@ def _opened(
     _check_text(model, axes=axes is not None)
     tower = Tower(tree.model, path, key_map.find(tree.model))
     processor = _processor(folder)
-    texts = (lambda: tokenizing.opened(folder)) if (folder / "tokenizer.json").is_file() else None
     grid = kind in _OF_GRIDS or (axes is not None and not writes_text(kind))
     if grid or (kind in _PLAIN and whole.vision_config.model_type != ROWS):
         processing = Processing(processor, token, token)
         sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
         encoder = Encoder(
             tower, processing, sizes, axes=axes, added=_added(whole) > 0,
-            videos=_videos(whole, folder, token, None if texts is None else cache(texts)),
+            videos=_videos(whole, folder, token, own_tokenizer(folder)),
         )  # fmt: skip
         _check_processor(encoder, whole.vision_config, grid=grid)
     else:
@@ -220,7 +218,7 @@ def _videos(
 ) -> VideoProcessing | str:
     """What prepares videos, or why nothing does."""
     try:
-        return videos.opened(config, folder, token, tokenizer)
+        return video_processing(config, folder, token, tokenizer)
     except _WRONG as error:
         logger.debug("videos cannot be encoded", exc_info=error)
         return f"{error if isinstance(error, LookupError | ValueError) else _said(error)}"

@@ -1,6 +1,7 @@
 """Images as a tower takes them, and what is written in a prompt in the place of each."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -164,6 +165,15 @@ def writes_text(kind: str) -> bool:
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
     return kind in PROCESSOR_MAPPING_NAMES
+
+
+def own_tokenizer(folder: Path) -> Callable[[], Any] | None:
+    """What opens the tokenizer in `folder`, once, when it is first called; None where none is."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    from hmt.models.vision import tokenizing
+
+    return cache(lambda: tokenizing.opened(folder))
 
 
 def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:

@@ -62,7 +62,8 @@ class VideoDecoder:
     def opened(self, video: VideoInput, images: ImageDecoder) -> Iterator[FrameSource]:
         """A video's frames.  `images` decodes those that are files of their own.
 
-        Raises RequestError for what is none, BudgetError, ConfigError where it takes PyAV.
+        Raises RequestError for what is none, or takes PyAV where that is not; BudgetError,
+        ConfigError.
         """
         given = video if isinstance(video, Video) else Video(video)
         fps = given.fps
@@ -124,7 +125,9 @@ class _File(FrameSource):
         except (Refused, Ended, Lost) as error:
             raise _error(error) from None
         shape = int(reply.message["height"]), int(reply.message["width"]), 3
-        if len(reply.blob) != shape[0] * shape[1] * 3 or len(reply.blob) > 3 * _MOST_PIXELS:
+        # Memory is taken by the size that the file says its frames have.
+        most_bytes = 3 * self.height * self.width
+        if len(reply.blob) != shape[0] * shape[1] * 3 or len(reply.blob) > most_bytes:
             raise RequestError(f"a video cannot be decoded: {_FORMATS}")
         return torch.from_numpy(np.frombuffer(reply.blob, np.uint8).copy().reshape(shape))
 
@@ -193,7 +196,7 @@ def _error(error: Exception) -> Exception:
             "do without memory: try again later"
         )
     if error.kind == "package":
-        return ConfigError(
+        return RequestError(
             "MP4, QuickTime, WebM and Matroska are decoded by PyAV (`av`), which is not installed: "
             "pip install 'hmt[video]', or give an animation in GIF, WebP or PNG"
         )

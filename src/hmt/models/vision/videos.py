@@ -372,7 +372,7 @@ def _fitted(
     return height, width
 
 
-def opened(
+def video_processing(
     config: Any, folder: Path, token: int, tokenizer: Callable[[], Any] | None
 ) -> VideoProcessing:
     """What prepares videos for a model.
