@@ -201,7 +201,9 @@ class Encoder:
 
     def prompt(self, tokens: list[int], images: list[PreparedImage]) -> ImagePrompt:
         """See ImageEncoder."""
-        held, videos = self._processing, self.videos
+        held = self._processing
+        # Without a video its token is one as all others.
+        videos = self.videos if any(image.video for image in images) else None
         marks = {held.mark: False} | ({} if videos is None else {videos.mark: True})
         places = [number for number, token in enumerate(tokens) if token in marks]
         ordered = self._in_places([marks[tokens[place]] for place in places], images)
