@@ -29,6 +29,7 @@ ARCHITECTURES = {
     "internvl": gguf.MODEL_ARCH.QWEN2,
     "llava": gguf.MODEL_ARCH.LLAMA,
     "pixtral": gguf.MODEL_ARCH.LLAMA,
+    "idefics3": gguf.MODEL_ARCH.LLAMA,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
@@ -49,6 +50,7 @@ _OWN_WORDS = {
     "mistral3": {4: "[IMG_BREAK]", 5: "[IMG_END]", 6: "[IMG]"},
     "internvl": {4: "<img>", 5: "</img>", 6: "<IMG_CONTEXT>"},
     "llava": {6: "<image>"},
+    "idefics3": {4: "<fake_token_around_image>", 5: "<end_of_utterance>", 6: "<image>"},
 }  # fmt: skip
 _OWN_WORDS["pixtral"] = _OWN_WORDS["mistral3"]
 _EPSILONS = {"mistral3": 1e-5, "llava": 1e-5, "pixtral": 1e-5}
@@ -70,9 +72,9 @@ def write_text(model: PreTrainedModel, path: Path, arch: gguf.MODEL_ARCH | None 
     arch = ARCHITECTURES[kind_of(model)] if arch is None else arch
     file = ModelFile(arch, config, lambda name: "F32")
     tensors = model.state_dict()
-    seeing = ("visual", "vision_tower", "multi_modal_projector")
+    seeing = ("visual", "vision_tower", "multi_modal_projector", "vision_model", "connector")
     own = {
-        n.replace("language_model.", ""): t
+        n.replace("language_model.", "").replace("text_model.", ""): t
         for n, t in tensors.items()
         if not any(part in n for part in seeing)
     }
@@ -231,7 +233,9 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
     writer.add_vision_feed_forward_length(vision.intermediate_size)
     writer.add_vision_block_count(vision.num_hidden_layers - (kind == "llava"))
     writer.add_vision_head_count(vision.num_attention_heads)
-    means = ([0.5] * 3,) * 2 if kind == "gemma3" else (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    means = (
+        ([0.5] * 3,) * 2 if kind in ("gemma3", "idefics3") else (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    )
     writer.add_vision_image_mean(means[0])
     writer.add_vision_image_std(means[1])
     writer.add_vision_attention_layernorm_eps(changed.get("epsilon", _EPSILONS.get(kind, 1e-6)))
@@ -250,7 +254,10 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
                 writer.add_key_value(f"clip.vision.{key}", *changed[key])
         return
     writer.add_vision_use_gelu(True)
-    if kind == "internvl":
+    if kind == "idefics3":
+        writer.add_vision_preproc_image_size(changed.get("longest", 2 * side))
+        scale = model.config.scale_factor
+    elif kind == "internvl":
         writer.add_uint32("clip.vision.preproc_min_tiles", 1)
         writer.add_uint32("clip.vision.preproc_max_tiles", changed.get("tiles", 3))
         scale = round(1 / model.config.downsample_ratio)
@@ -268,7 +275,11 @@ def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Te
         if kind == "internvl" and "language_model" not in name and name != "lm_head.weight":
             yield [(_intern_name(names, whole), tensor)]
             continue
-        if name.startswith(("vision_tower.", "multi_modal_projector.")):
+        if name.startswith(("vision_model.", "connector.")):
+            target = names.get_name(whole, try_suffixes=(".weight", ".bias"))
+            assert target is not None, whole
+            yield [(target, tensor)]
+        elif name.startswith(("vision_tower.", "multi_modal_projector.")):
             if kind == "llava" and (
                 f".layers.{vision.num_hidden_layers - 1}." in name or "post_layernorm" in name
             ):

@@ -1,5 +1,6 @@
 """GGUF files of models that see: the numbers of the same models in safetensors, and errors."""
 
+import json
 import random
 import shutil
 from dataclasses import replace
@@ -15,6 +16,8 @@ import torch
 from gguf_conventions import VOCABULARY, conventions
 from mmproj_files import write_mmproj, write_text
 from transformers import CONFIG_MAPPING, Qwen3_5ForConditionalGeneration
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from video_models import VIDEO, frames
 from vision_families import FAMILIES, Case, family_logits, family_model, publish_family
 from vision_models import (
     BEGIN,
@@ -135,7 +138,7 @@ def test_text_is_answered_beside_an_encoder_that_is_of_another_model(
     [
         (
             {"projector": "ldp"},
-            "projector of type 'ldp'; HMT reads gemma3, internvl, mlp, pixtral, qwen2.5vl_merger, ",
+            "projector of type 'ldp'; HMT reads gemma3, idefics3, internvl, mlp, pixtral, ",
         ),
         ({"projector": "qwen2vl_merger"}, "belongs to models of architecture qwen2vl"),
         (
@@ -362,6 +365,36 @@ def test_internvl_sees_tiles(name: str, tmp_path: Path) -> None:
         write_mmproj(model, mmproj, **changed)
         with pytest.raises(CheckpointError, match=why):
             answer(file, asked(words), mmproj=mmproj)
+
+
+def test_idefics3_sees_tiles_and_reads_where_they_were(tmp_path: Path) -> None:
+    """transformers' processor writes it, in the tokens of the file's own vocabulary."""
+    case = FAMILIES["idefics3"]
+    model = family_model(case)
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16")
+    file = write_text(model, tmp_path / "model.gguf")
+    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
+    whole, got = spoken(file, words)
+    check_logprobs(case, model, tmp_path / "folder", whole, got)
+    assert spoken(tmp_path / "folder", words)[0] == whole and whole.count(IMAGE) > 9 * 4
+    for changed, why in (({"scale": 6}, "scale_factor 6"), ({"longest": 8}, "image_size 8")):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
+
+
+def test_a_video_is_that_of_the_folder(files_of: Any) -> None:
+    """Times are written in the tokens of the file's own vocabulary; sizes are as published."""
+    folder, file = files_of("qwen3_vl")
+    settings = {
+        "size": {"shortest_edge": 4096, "longest_edge": 25165824}, "patch_size": 4,
+        "image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD,
+    }  # fmt: skip
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    asking = replace(asked([300, BEGIN, VIDEO, END, 81], ()), videos=(frames(5, 37, 21, 1),))
+    wanted, found = (answer(path, asking) for path in (folder, file))
+    assert logprobs_of(found) == logprobs_of(wanted)
+    assert found.prompt_tokens > 40
 
 
 def test_llava_sees_patches(tmp_path: Path) -> None:

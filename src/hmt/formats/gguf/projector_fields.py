@@ -133,6 +133,32 @@ def tiles(
     }
 
 
+def idefics(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """Idefics 3's and SmolVLM's, whose tiles have as many patches as there are positions."""
+    return siglip(keys, records) | {
+        "model_type": "idefics3_vision",
+        "layer_norm_eps": keys.number("vision.attention.layer_norm_epsilon", 1e-6),
+    }
+
+
+def written_tiles(
+    keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of Idefics 3 and SmolVLM, which cut images into tiles and write where each was."""
+    side, (scale, rows) = vision["image_size"], _scaled(keys, vision, 2)
+    wide = size_of(records, "mm.model.fc.weight", 1)
+    if wide != vision["hidden_size"] * scale**2:
+        raise keys.unread("vision.projector.scale_factor", f"and tokens are made of {wide} numbers")
+    longest = keys.count("vision.preproc_image_size", side)
+    if not side <= longest <= _MOST_SIDE:
+        raise keys.unread("vision.preproc_image_size", f"and a tile has {side} pixels")
+    return {"scale_factor": scale}, {
+        "size": {"longest_edge": longest},
+        "max_image_size": {"longest_edge": side},
+        "written": {"processor": {"image_seq_len": rows}},
+    }
+
+
 def clip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """LLaVA's, with a position for the class in front."""
     if "v.class_embd" not in records:

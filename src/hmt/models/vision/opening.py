@@ -22,13 +22,12 @@ from hmt.models.vision.model import VisionModel
 from hmt.models.vision.processing import (
     ROWS,
     Processing,
-    WithText,
     from_file,
-    own_tokenizer,
+    tokenizer_of,
     with_text,
     writes_text,
 )
-from hmt.models.vision.videos import VideoProcessing, video_processing
+from hmt.models.vision.videos import OF_VIDEOS, VideoProcessing, video_processing
 from hmt.text.small_file import read_object
 
 # Whose image processor tells of a grid of patches, and whose positions have three axes.
@@ -94,11 +93,17 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
             folder = Path(after.enter_context(TemporaryDirectory()))
             said = dict(checkpoint.processor)
             written = said.pop("written", None)
+            if "video" in said:
+                (folder / OF_VIDEOS[1]).write_text(json.dumps(said.pop("video")))
             (folder / _PROCESSORS[0]).write_text(json.dumps(said))
+            if written is not None and "processor" in written:
+                (folder / _PROCESSORS[1]).write_text(json.dumps(written["processor"]))
+                written = None
         if not any((folder / name).is_file() for name in _PROCESSORS):
             return _without(model, f"there is no preprocessor_config.json in {folder}")
         try:
-            encoder = _opened(config, folder, model, written, names)
+            texts = tokenizer_of(folder, checkpoint)
+            encoder = _opened(config, folder, model, (written, texts), names)
             if not isinstance(model, Decoder) and (encoder.together or encoder.added):
                 raise CheckpointError(
                     "its language model runs through transformers' modules, in which tokens of "
@@ -149,12 +154,13 @@ def _opened(
     config: Mapping[str, Any],
     folder: Path,
     model: Model,
-    written: Mapping[str, Any] | None,
+    writing: tuple[Mapping[str, Any] | None, Callable[[], Any] | None],
     names: Collection[str],
 ) -> Encoder:
     """The encoder of a model.
 
-    written   says which tokens stand for an image, where no processor of text does
+    writing   says which tokens stand for an image, where no processor of text does; and opens the
+              tokenizer for one
     names     of the checkpoint's tensors
     Raises errors of many kinds where configurations are not what they should be.
     """
@@ -163,6 +169,7 @@ def _opened(
     from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
+    written, texts = writing
     whole, kind = module_tree.read(config), config["model_type"]
     tree = module_tree.build(
         whole, config["architectures"][0], model.dtype, by_name=False, listed=False
@@ -190,20 +197,19 @@ def _opened(
         sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
         encoder = Encoder(
             tower, processing, sizes, axes=axes, added=_added(whole) > 0,
-            videos=_videos(whole, folder, token, own_tokenizer(folder)),
+            videos=_videos(whole, folder, token, texts),
         )  # fmt: skip
         _check_processor(encoder, whole.vision_config, grid=grid)
     else:
         processing = (
-            with_text(whole, folder, token, processor)
+            with_text(whole, folder, token, processor, texts)
             if written is None
             else from_file(whole, token, processor, written)
         )
         sizes = _probed_sizes(whole, processing)
-        own = processing.tokenizer if isinstance(processing, WithText) else None
         encoder = Encoder(
             tower, processing, sizes, axes=axes, together=_together(whole),
-            videos=_videos(whole, folder, token, None if own is None else lambda: own),
+            videos=_videos(whole, folder, token, texts),
         )  # fmt: skip
     made = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs
     if absent := [name for name in tower.needs if name not in made]:

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from hmt.contracts.checkpoint import Checkpoint
+from hmt.text import Tokenizer
 from hmt.text.small_file import read_object
 
 ROWS: Final = "pixtral"  # the tower whose rows have a token behind them
@@ -167,21 +169,35 @@ def writes_text(kind: str) -> bool:
     return kind in PROCESSOR_MAPPING_NAMES
 
 
-def own_tokenizer(folder: Path) -> Callable[[], Any] | None:
-    """What opens the tokenizer in `folder`, once, when it is first called; None where none is."""
-    if not (folder / "tokenizer.json").is_file():
-        return None
+def tokenizer_of(folder: Path, checkpoint: Checkpoint) -> Callable[[], Any] | None:
+    """What opens a checkpoint's tokenizer for processors, once, when it is first called.
+
+    folder   that has its tokenizer.json, unless a GGUF file says what would be in it
+    None where there is neither.
+    """
     from hmt.models.vision import tokenizing
 
+    said, path = checkpoint.vocabulary, checkpoint.path
+    if said is not None:
+        return cache(lambda: tokenizing.ProcessorTokenizer(Tokenizer.of_gguf(path, said)))
+    if not (folder / "tokenizer.json").is_file():
+        return None
     return cache(lambda: tokenizing.opened(folder))
 
 
-def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
+def with_text(
+    config: Any,
+    folder: Path,
+    token: int,
+    images: Any,
+    tokenizer: Callable[[], Any] | None = None,
+) -> Processing:
     """As transformers' processor of a type does it.
 
     config   transformers', of the whole model
     token    that stands for one row of features
     images   its image processor
+    tokenizer   gives a ProcessorTokenizer; None: of the tokenizer.json in `folder`
     Raises errors of many kinds where files are not what they should be.
     """
     import transformers  # it takes a second
@@ -192,16 +208,16 @@ def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
         raise LookupError(f"transformers has no processor for {config.model_type}")
     from hmt.models.vision import tokenizing
 
-    tokenizer = tokenizing.opened(folder)
+    reading = tokenizing.opened(folder) if tokenizer is None else tokenizer()
     # Pixtral 12B is of type llava.  PixtralProcessor needs torchvision, if only to be imported.
     if config.vision_config.model_type == ROWS:
-        known: Any = tokenizer  # by its hints it returns other types
+        known: Any = reading  # by its hints it returns other types
         between, last = known.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])
-        if {between, last} & {None, tokenizer.unk_token_id}:
+        if {between, last} & {None, reading.unk_token_id}:
             raise LookupError("its tokenizer has no [IMG_BREAK] and [IMG_END]")
         return WithRows(images, token, _side(config), (between, last))
     kind = getattr(transformers, name)
-    return WithText(_processor(kind, folder, images, tokenizer), token)
+    return WithText(_processor(kind, folder, images, reading), token)
 
 
 def _side(config: Any) -> int:

@@ -26,7 +26,7 @@ _MOST_SIDE: Final = 1 << 14
 _MOST_RATIO: Final = 200  # of a frame's sides, that Qwen's processors resize
 # By torch's names for Pillow's numbers.
 _MODES: Final = {2: "bilinear", 3: "bicubic"}
-_OF_VIDEOS: Final = ("processor_config.json", "video_preprocessor_config.json")
+OF_VIDEOS: Final = ("processor_config.json", "video_preprocessor_config.json")
 GRIDS: Final = ("qwen2_vl", "qwen2_5_vl")
 TIMED: Final = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 SQUARES: Final = ("internvl", "llava_onevision", "llava_next_video")
@@ -391,7 +391,7 @@ def video_processing(
 
     def texts() -> Any:
         if tokenizer is None:
-            raise LookupError("text between frames needs the tokenizer.json of a folder")
+            raise LookupError("text between frames needs a tokenizer")
         return tokenizer()
 
     if kind in _NUMBERED:
@@ -427,9 +427,9 @@ def _named(tokenizer: Any, *names: str) -> list[int]:
 
 def settings_in(folder: Path) -> Mapping[str, Any]:
     """Fields of the video processor in `folder`: of the first file that has one, or an image's."""
-    for name in _OF_VIDEOS:
+    for name in OF_VIDEOS:
         read = read_object(folder / name)
-        found = read.get("video_processor") if name == _OF_VIDEOS[0] else read
+        found = read.get("video_processor") if name == OF_VIDEOS[0] else read
         if found:
             return found if isinstance(found, Mapping) else {}
     return read_object(folder / "preprocessor_config.json")
