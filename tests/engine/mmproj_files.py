@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "llava": gguf.MODEL_ARCH.LLAMA,
     "pixtral": gguf.MODEL_ARCH.LLAMA,
     "idefics3": gguf.MODEL_ARCH.LLAMA,
+    "llava_next": gguf.MODEL_ARCH.LLAMA,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
@@ -39,6 +40,7 @@ PROJECTORS = {
     "qwen3_5": "qwen3vl_merger",
     "mistral3": "pixtral",
     "llava": "mlp",
+    "llava_next": "mlp",
     "pixtral": "pixtral",
 }
 # Tokens of vision_models.py in Qwen's words.
@@ -52,8 +54,10 @@ _OWN_WORDS = {
     "llava": {6: "<image>"},
     "idefics3": {4: "<fake_token_around_image>", 5: "<end_of_utterance>", 6: "<image>"},
 }  # fmt: skip
+_OWN_WORDS["llava_next"] = _OWN_WORDS["llava"]
 _OWN_WORDS["pixtral"] = _OWN_WORDS["mistral3"]
-_EPSILONS = {"mistral3": 1e-5, "llava": 1e-5, "pixtral": 1e-5}
+_EPSILONS = {"mistral3": 1e-5, "llava": 1e-5, "llava_next": 1e-5, "pixtral": 1e-5}
+_LLAVA = ("llava", "llava_next")
 _ROWS = ("mistral3", "pixtral")
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
 _SWAPPED = re.compile(r"ffn_(up|down)")
@@ -72,7 +76,14 @@ def write_text(model: PreTrainedModel, path: Path, arch: gguf.MODEL_ARCH | None 
     arch = ARCHITECTURES[kind_of(model)] if arch is None else arch
     file = ModelFile(arch, config, lambda name: "F32")
     tensors = model.state_dict()
-    seeing = ("visual", "vision_tower", "multi_modal_projector", "vision_model", "connector")
+    seeing = (
+        "visual",
+        "vision_tower",
+        "multi_modal_projector",
+        "vision_model",
+        "connector",
+        "newline",
+    )
     own = {
         n.replace("language_model.", "").replace("text_model.", ""): t
         for n, t in tensors.items()
@@ -231,7 +242,7 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
     writer.add_vision_patch_size(patch)
     writer.add_vision_embedding_length(vision.hidden_size)
     writer.add_vision_feed_forward_length(vision.intermediate_size)
-    writer.add_vision_block_count(vision.num_hidden_layers - (kind == "llava"))
+    writer.add_vision_block_count(vision.num_hidden_layers - (kind in _LLAVA))
     writer.add_vision_head_count(vision.num_attention_heads)
     means = (
         ([0.5] * 3,) * 2 if kind in ("gemma3", "idefics3") else (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
@@ -247,8 +258,17 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
         if merge is not None:
             writer.add_vision_spatial_merge_size(merge)
         return
-    if kind == "llava":
+    if kind in _LLAVA:
         writer.add_bool("clip.use_gelu", False)
+        if kind == "llava_next":
+            points = changed.get("points", model.config.image_grid_pinpoints)
+            writer.add_array(
+                "clip.vision.image_grid_pinpoints", [n for p in points for n in p[::-1]]
+            )
+            writer.add_string(
+                "clip.vision.mm_patch_merge_type", changed.get("merge", "spatial_unpad")
+            )
+            return
         for key in ("feature_layer", "mm_patch_merge_type"):
             if key in changed:
                 writer.add_key_value(f"clip.vision.{key}", *changed[key])
@@ -280,21 +300,23 @@ def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Te
             assert target is not None, whole
             yield [(target, tensor)]
         elif name.startswith(("vision_tower.", "multi_modal_projector.")):
-            if kind == "llava" and (
+            if kind in _LLAVA and (
                 f".layers.{vision.num_hidden_layers - 1}." in name or "post_layernorm" in name
             ):
                 continue  # features are those of the layer before
-            if kind in ("gemma3", "llava"):
+            if kind in ("gemma3", *_LLAVA):
                 name = name.replace("vision_tower.", "vision_tower.vision_model.")
             target = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert target is not None, name
-            if kind == "llava":  # whose converter begins at 0
+            if kind in _LLAVA:  # whose converter begins at 0
                 target = target.replace("mm.1.", "mm.0.")
             if kind in _ROWS and (".attn_q." in target or ".attn_k." in target):
                 pairs = tensor.unflatten(0, (vision.num_attention_heads, 2, -1)).transpose(1, 2)
                 yield [(target, pairs)]
             else:
                 yield [(target, tensor)]
+        elif name == "image_newline":
+            yield [("model.image_newline", tensor)]
         elif kind in _ROWS and name.endswith("embed_tokens.weight"):
             yield [("v.token_embd.img_break", tensor[4])]
 

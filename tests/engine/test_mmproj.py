@@ -383,6 +383,36 @@ def test_idefics3_sees_tiles_and_reads_where_they_were(tmp_path: Path) -> None:
             answer(file, asked(words), mmproj=mmproj)
 
 
+def test_llava_next_sees_tiles(tmp_path: Path) -> None:
+    """Of LLaVA 1.6; its converter calls sizes of images width and height."""
+    kind, _, tower, own, processor = FAMILIES["llava_next"]
+    points = [[24, 48], [48, 24], [48, 48], [24, 72]]
+    own = dict(own) | {"image_grid_pinpoints": points}
+    case = (kind, {"model_type": "llama"}, tower, own, processor)
+    model = family_model(case)
+    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16")
+    file = write_text(model, tmp_path / "model.gguf")
+    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
+    whole, got = spoken(file, words)
+    folder = tmp_path / "folder"
+    publish_family(case, model, folder)
+    images = json.loads((folder / "preprocessor_config.json").read_text())
+    images["image_grid_pinpoints"] = points
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    tokens = [*whole, *got.token_ids]
+    wanted = family_logits(model, folder, tokens, list(IMAGES)).log_softmax(-1)
+    expected = wanted[range(len(tokens) - 1), tokens[1:]]
+    torch.testing.assert_close(torch.tensor(logprobs_of(got)), expected, atol=1e-4, rtol=0)
+    for changed, why in (
+        ({"merge": "spatial"}, "mm_patch_merge_type 'spatial'"),
+        ({"points": [[24, 25]]}, "image_grid_pinpoints"),
+        ({"points": [[24 * 9, 24 * 9]]}, "64 tiles of 24"),
+    ):
+        write_mmproj(model, mmproj, **changed)
+        with pytest.raises(CheckpointError, match=why):
+            answer(file, asked(words), mmproj=mmproj)
+
+
 def test_a_video_is_that_of_the_folder(files_of: Any) -> None:
     """Times are written in the tokens of the file's own vocabulary; sizes are as published."""
     folder, file = files_of("qwen3_vl")
@@ -417,7 +447,7 @@ def test_llava_sees_patches(tmp_path: Path) -> None:
     for changed, why in (
         ({"feature_layer": ([3], layers[1])}, "feature_layer"),
         ({"feature_layer": ([1, 2], layers[1])}, "feature_layer that differs by layer"),
-        ({"mm_patch_merge_type": ("spatial_unpad", gguf.GGUFValueType.STRING)}, "LLaVA 1.6"),
+        ({"mm_patch_merge_type": ("spatial", gguf.GGUFValueType.STRING)}, "spatial_unpad"),
         ({"image_size": 28}, "image_size 28"),
     ):
         write_mmproj(model, mmproj, **changed)

@@ -240,7 +240,11 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         at="model.",
         blocks="vision_tower.encoder.layers.{}.",
         prepared=fields.patches_of_clip,
-        plain={"v.class_embd": ("vision_tower.embeddings.class_embedding", 1)},
+        plain={
+            "v.class_embd": ("vision_tower.embeddings.class_embedding", 1),
+            "model.image_newline": ("image_newline", 1),
+            "v.image_newline": ("image_newline", 1),
+        },
         also_blind=True,
     ),
     "pixtral": Projector(

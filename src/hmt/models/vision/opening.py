@@ -45,6 +45,7 @@ _OF_GRIDS: Final = (
 )
 _ONE_AXIS: Final = ("exaone4_5",)  # of them, whose tokens of images have places as those of text
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
+_OF_LAYERS: Final = (*_PLAIN, "llava_next")  # whose features are those of a layer, without a norm
 # Whose features take the place of embeddings, and nothing else, though their models need more to
 # be called.  Of all types but these three groups it is seen by calling them.
 _REPLACING: Final = ("gemma3", "gemma4", "idefics3")
@@ -183,7 +184,7 @@ def _opened(
         raise CheckpointError("its config.json names no token that stands for images")
     if kind not in _OF_GRIDS + _PLAIN + _REPLACING:
         check_replaces(tree.model, text, token)
-    if whole.vision_config.model_type == "clip_vision_model" and kind in _PLAIN:
+    if whole.vision_config.model_type == "clip_vision_model" and kind in _OF_LAYERS:
         clip: Any = tree.model.base_model.vision_tower
         if not any("post_layernorm" in name for name in names):
             clip.post_layernorm = torch.nn.Identity()  # makes what LLaVA does not read
