@@ -1,6 +1,5 @@
 """GGUF files of models that see: the numbers of the same models in safetensors, and errors."""
 
-import json
 import random
 import shutil
 from dataclasses import replace
@@ -14,34 +13,27 @@ import mmproj_files
 import pytest
 import torch
 from gguf_conventions import VOCABULARY, conventions
+from mmproj_answers import IMAGES, OPTIONS, PROMPT, answer, asked, check_logprobs, spoken
 from mmproj_files import write_mmproj, write_text
 from transformers import CONFIG_MAPPING, Qwen3_5ForConditionalGeneration
-from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from video_models import VIDEO, frames
-from vision_families import FAMILIES, Case, family_logits, family_model, publish_family
+from vision_families import FAMILIES, family_logits, family_model, publish_family
 from vision_models import (
     BEGIN,
     END,
     IMAGE,
     logprobs_of,
-    picture,
     publish,
-    scored_request,
     vision_model,
 )
 from vision_models import CASES as VISION_CASES
 
 import hmt
 from hmt.base.errors import CheckpointError, RequestError
-from hmt.contracts.request import Completion, Request
 from hmt.engine import EngineConfig
 from hmt.engine.loading.packs import convert
 from hmt.formats.gguf import open_gguf, read_gguf
 from hmt.formats.gguf.projectors import config_with_encoder
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "context": 512, "host_memory": "64MiB"}
-IMAGES = (picture(37, 21), picture(18, 50, 1))
-PROMPT = [300, 17, BEGIN, IMAGE, END, 81, 99, 2000, BEGIN, IMAGE, END, 45, 46]
 QUANTISED = {"hidden_size": 32, "intermediate_size": 64}  # of whole blocks of Q8_0
 CASES = {
     "qwen2_vl": ("qwen2_vl", "F32", {}),
@@ -66,15 +58,6 @@ def files_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return folder, write_text(model, other / "model.gguf")
 
     return made
-
-
-def answer(path: Path, request: Request, **options: Any) -> Completion:
-    with hmt.Engine(**OPTIONS, **options) as engine:
-        return engine.load_model(path).infer(request)
-
-
-def asked(prompt: Any = PROMPT, images: Any = IMAGES) -> Request:
-    return scored_request(prompt, images, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -261,23 +244,6 @@ def test_gemma3_sees_squares(tmp_path: Path) -> None:
             answer(file, asked(words), mmproj=mmproj)
 
 
-def spoken(file: Path, words: list[int]) -> tuple[list[int], Completion]:
-    """Tokens of a prompt as it is written with `IMAGES`, and the answer."""
-    with hmt.Engine(**OPTIONS) as engine:
-        loaded = engine.load_model(file)
-        request = asked(words)
-        return loaded._input.process(request, None).state.tokens, loaded.infer(request)
-
-
-def check_logprobs(case: Case, model: Any, folder: Path, whole: list[int], got: Completion) -> None:
-    """Log-probabilities are transformers', whose image processor is that of `folder`."""
-    publish_family(case, model, folder)
-    tokens = [*whole, *got.token_ids]
-    wanted = family_logits(model, folder, tokens, list(IMAGES)).log_softmax(-1)
-    expected = wanted[range(len(tokens) - 1), tokens[1:]]
-    torch.testing.assert_close(torch.tensor(logprobs_of(got)), expected, atol=1e-4, rtol=0)
-
-
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
 def test_mistral3_sees_rows(kind: str, tmp_path: Path) -> None:
     """Behind each row of tokens is one, which the language model's vocabulary names."""
@@ -365,66 +331,6 @@ def test_internvl_sees_tiles(name: str, tmp_path: Path) -> None:
         write_mmproj(model, mmproj, **changed)
         with pytest.raises(CheckpointError, match=why):
             answer(file, asked(words), mmproj=mmproj)
-
-
-def test_idefics3_sees_tiles_and_reads_where_they_were(tmp_path: Path) -> None:
-    """transformers' processor writes it, in the tokens of the file's own vocabulary."""
-    case = FAMILIES["idefics3"]
-    model = family_model(case)
-    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16")
-    file = write_text(model, tmp_path / "model.gguf")
-    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
-    whole, got = spoken(file, words)
-    check_logprobs(case, model, tmp_path / "folder", whole, got)
-    assert spoken(tmp_path / "folder", words)[0] == whole and whole.count(IMAGE) > 9 * 4
-    for changed, why in (({"scale": 6}, "scale_factor 6"), ({"longest": 8}, "image_size 8")):
-        write_mmproj(model, mmproj, **changed)
-        with pytest.raises(CheckpointError, match=why):
-            answer(file, asked(words), mmproj=mmproj)
-
-
-def test_llava_next_sees_tiles(tmp_path: Path) -> None:
-    """Of LLaVA 1.6; its converter calls sizes of images width and height."""
-    kind, _, tower, own, processor = FAMILIES["llava_next"]
-    points = [[24, 48], [48, 24], [48, 48], [24, 72]]
-    own = dict(own) | {"image_grid_pinpoints": points}
-    case = (kind, {"model_type": "llama"}, tower, own, processor)
-    model = family_model(case)
-    mmproj = write_mmproj(model, tmp_path / "mmproj.gguf", lambda name: "F16")
-    file = write_text(model, tmp_path / "model.gguf")
-    words = [300, 17, IMAGE, 81, 99, 2000, IMAGE, 45]
-    whole, got = spoken(file, words)
-    folder = tmp_path / "folder"
-    publish_family(case, model, folder)
-    images = json.loads((folder / "preprocessor_config.json").read_text())
-    images["image_grid_pinpoints"] = points
-    (folder / "preprocessor_config.json").write_text(json.dumps(images))
-    tokens = [*whole, *got.token_ids]
-    wanted = family_logits(model, folder, tokens, list(IMAGES)).log_softmax(-1)
-    expected = wanted[range(len(tokens) - 1), tokens[1:]]
-    torch.testing.assert_close(torch.tensor(logprobs_of(got)), expected, atol=1e-4, rtol=0)
-    for changed, why in (
-        ({"merge": "spatial"}, "mm_patch_merge_type 'spatial'"),
-        ({"points": [[24, 25]]}, "image_grid_pinpoints"),
-        ({"points": [[24 * 9, 24 * 9]]}, "64 tiles of 24"),
-    ):
-        write_mmproj(model, mmproj, **changed)
-        with pytest.raises(CheckpointError, match=why):
-            answer(file, asked(words), mmproj=mmproj)
-
-
-def test_a_video_is_that_of_the_folder(files_of: Any) -> None:
-    """Times are written in the tokens of the file's own vocabulary; sizes are as published."""
-    folder, file = files_of("qwen3_vl")
-    settings = {
-        "size": {"shortest_edge": 4096, "longest_edge": 25165824}, "patch_size": 4,
-        "image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD,
-    }  # fmt: skip
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
-    asking = replace(asked([300, BEGIN, VIDEO, END, 81], ()), videos=(frames(5, 37, 21, 1),))
-    wanted, found = (answer(path, asking) for path in (folder, file))
-    assert logprobs_of(found) == logprobs_of(wanted)
-    assert found.prompt_tokens > 40
 
 
 def test_llava_sees_patches(tmp_path: Path) -> None:
