@@ -83,6 +83,10 @@ _IMAGES: dict[str, dict[str, Any]] = {
         "image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 24},
         "crop_size": _SQUARE, "image_grid_pinpoints": _POINTS,
     },
+    "llava_next_video": {
+        "image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 24},
+        "crop_size": _SQUARE, "image_grid_pinpoints": _POINTS,
+    },
     "llava_onevision": {
         "image_processor_type": "LlavaOnevisionImageProcessor", "size": _SQUARE,
         "image_grid_pinpoints": _POINTS,
@@ -212,6 +216,20 @@ MORE: dict[str, Case] = {
         _INTERN | {"attention_bias": True, "use_absolute_position_embeddings": False},
         _INTERN_OWN | {"tie_word_embeddings": True},
         _INTERN_OWN,
+    ),
+    "llava_next_video": (
+        "llava_next_video",
+        {"model_type": "llama"},
+        _CLIP,
+        _NEXT | {"video_token_index": 7},
+        _NEXT_PROCESSOR | {"video_token": "<|pad|>"},
+    ),
+    "llava_next_video-qwen2": (
+        "llava_next_video",
+        {"model_type": "qwen2"},
+        _CLIP | {"num_hidden_layers": 2},
+        _NEXT | {"video_token_index": 7, "spatial_pool_mode": "max"},
+        _NEXT_PROCESSOR | {"video_token": "<|pad|>"},
     ),
     "llava_next-full": (
         "llava_next",

@@ -197,7 +197,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 # A chat whose parts are text and images, as Qwen's templates write it.
 TEMPLATE = """{% for message in messages %}<|{{ message.role }}|>{% if message.content is string %}\
 {{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}\
-[<|image|>]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
+[<|image|>]{% elif part.type == 'video' %}[<|pad|>]\
+{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}
 {% endfor %}<|assistant|>"""
 
 

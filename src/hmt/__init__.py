@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hmt.base.errors import HMTError as HMTError
+    from hmt.contracts.image import Video as Video
     from hmt.contracts.request import Completion as Completion
     from hmt.contracts.request import FinishReason as FinishReason
     from hmt.contracts.request import Grammar as Grammar
@@ -44,6 +45,7 @@ _HOMES = {
     "RunSummary": "hmt.engine",
     "Sampling": "hmt.contracts.request",
     "TokenEvent": "hmt.contracts.request",
+    "Video": "hmt.contracts.image",
 }
 
 __all__ = sorted(_HOMES)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from video_models import animation, frames
 from vision_models import picture, publish, vision_model
 
 OPTIONS = ("--host-memory", "64MiB", "--threads", "1", "--max-new-tokens", "5", "--no-summary")
@@ -36,6 +37,23 @@ def test_a_chat_shows_images(hmt, seeing, monkeypatch):
     chat = hmt("run", *OPTIONS, seeing)
     assert chat.code == 0 and chat.out.startswith(one.out)
     assert "cannot be read" in chat.err
+
+
+def test_videos_of_a_prompt_and_in_a_chat(hmt, seeing, tmp_path, monkeypatch):
+    publish(vision_model("qwen2_vl"), tmp_path)
+    files = [tmp_path / f"{number}.gif" for number in range(2)]
+    for number, file in enumerate(files):
+        file.write_bytes(animation(frames(3, 30, 20, number), 500))
+    first, second = (hmt("run", *OPTIONS, "--video", f, tmp_path, "What is this?") for f in files)
+    assert (first.code, second.code) == (0, 0) and first.out != second.out
+    lines = f"/video {tmp_path / 'none.gif'}\n/video {files[0]}\nWhat is this?\nAnd now?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    chat = hmt("run", *OPTIONS, tmp_path)
+    assert chat.code == 0 and chat.out.startswith(first.out)
+    assert "none.gif cannot be read" in chat.err
+    blind = hmt("run", *OPTIONS, "--video", files[0], seeing, "What is this?")
+    assert blind.code != 0 and "HMT has none for models of type 'llava'" in blind.err
+    assert "/video FILE" in hmt("run", "--video", files[0], seeing).err
 
 
 def test_the_published_model_describes_its_image(hmt):

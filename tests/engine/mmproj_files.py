@@ -29,6 +29,8 @@ ARCHITECTURES = {
     "internvl": gguf.MODEL_ARCH.QWEN2,
     "llava": gguf.MODEL_ARCH.LLAMA,
     "pixtral": gguf.MODEL_ARCH.LLAMA,
+    "idefics3": gguf.MODEL_ARCH.LLAMA,
+    "llava_next": gguf.MODEL_ARCH.LLAMA,
 }
 PROJECTORS = {
     "qwen2_vl": "qwen2vl_merger",
@@ -38,6 +40,7 @@ PROJECTORS = {
     "qwen3_5": "qwen3vl_merger",
     "mistral3": "pixtral",
     "llava": "mlp",
+    "llava_next": "mlp",
     "pixtral": "pixtral",
 }
 # Tokens of vision_models.py in Qwen's words.
@@ -49,9 +52,12 @@ _OWN_WORDS = {
     "mistral3": {4: "[IMG_BREAK]", 5: "[IMG_END]", 6: "[IMG]"},
     "internvl": {4: "<img>", 5: "</img>", 6: "<IMG_CONTEXT>"},
     "llava": {6: "<image>"},
+    "idefics3": {4: "<fake_token_around_image>", 5: "<end_of_utterance>", 6: "<image>"},
 }  # fmt: skip
+_OWN_WORDS["llava_next"] = _OWN_WORDS["llava"]
 _OWN_WORDS["pixtral"] = _OWN_WORDS["mistral3"]
-_EPSILONS = {"mistral3": 1e-5, "llava": 1e-5, "pixtral": 1e-5}
+_EPSILONS = {"mistral3": 1e-5, "llava": 1e-5, "llava_next": 1e-5, "pixtral": 1e-5}
+_LLAVA = ("llava", "llava_next")
 _ROWS = ("mistral3", "pixtral")
 _MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
 _SWAPPED = re.compile(r"ffn_(up|down)")
@@ -70,9 +76,16 @@ def write_text(model: PreTrainedModel, path: Path, arch: gguf.MODEL_ARCH | None 
     arch = ARCHITECTURES[kind_of(model)] if arch is None else arch
     file = ModelFile(arch, config, lambda name: "F32")
     tensors = model.state_dict()
-    seeing = ("visual", "vision_tower", "multi_modal_projector")
+    seeing = (
+        "visual",
+        "vision_tower",
+        "multi_modal_projector",
+        "vision_model",
+        "connector",
+        "newline",
+    )
     own = {
-        n.replace("language_model.", ""): t
+        n.replace("language_model.", "").replace("text_model.", ""): t
         for n, t in tensors.items()
         if not any(part in n for part in seeing)
     }
@@ -229,9 +242,11 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
     writer.add_vision_patch_size(patch)
     writer.add_vision_embedding_length(vision.hidden_size)
     writer.add_vision_feed_forward_length(vision.intermediate_size)
-    writer.add_vision_block_count(vision.num_hidden_layers - (kind == "llava"))
+    writer.add_vision_block_count(vision.num_hidden_layers - (kind in _LLAVA))
     writer.add_vision_head_count(vision.num_attention_heads)
-    means = ([0.5] * 3,) * 2 if kind == "gemma3" else (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    means = (
+        ([0.5] * 3,) * 2 if kind in ("gemma3", "idefics3") else (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    )
     writer.add_vision_image_mean(means[0])
     writer.add_vision_image_std(means[1])
     writer.add_vision_attention_layernorm_eps(changed.get("epsilon", _EPSILONS.get(kind, 1e-6)))
@@ -243,14 +258,26 @@ def _add_square_keys(writer: GGUFWriter, model: PreTrainedModel, changed: dict[s
         if merge is not None:
             writer.add_vision_spatial_merge_size(merge)
         return
-    if kind == "llava":
+    if kind in _LLAVA:
         writer.add_bool("clip.use_gelu", False)
+        if kind == "llava_next":
+            points = changed.get("points", model.config.image_grid_pinpoints)
+            writer.add_array(
+                "clip.vision.image_grid_pinpoints", [n for p in points for n in p[::-1]]
+            )
+            writer.add_string(
+                "clip.vision.mm_patch_merge_type", changed.get("merge", "spatial_unpad")
+            )
+            return
         for key in ("feature_layer", "mm_patch_merge_type"):
             if key in changed:
                 writer.add_key_value(f"clip.vision.{key}", *changed[key])
         return
     writer.add_vision_use_gelu(True)
-    if kind == "internvl":
+    if kind == "idefics3":
+        writer.add_vision_preproc_image_size(changed.get("longest", 2 * side))
+        scale = model.config.scale_factor
+    elif kind == "internvl":
         writer.add_uint32("clip.vision.preproc_min_tiles", 1)
         writer.add_uint32("clip.vision.preproc_max_tiles", changed.get("tiles", 3))
         scale = round(1 / model.config.downsample_ratio)
@@ -268,22 +295,28 @@ def _square_tensors(model: PreTrainedModel) -> Iterator[list[tuple[str, torch.Te
         if kind == "internvl" and "language_model" not in name and name != "lm_head.weight":
             yield [(_intern_name(names, whole), tensor)]
             continue
-        if name.startswith(("vision_tower.", "multi_modal_projector.")):
-            if kind == "llava" and (
+        if name.startswith(("vision_model.", "connector.")):
+            target = names.get_name(whole, try_suffixes=(".weight", ".bias"))
+            assert target is not None, whole
+            yield [(target, tensor)]
+        elif name.startswith(("vision_tower.", "multi_modal_projector.")):
+            if kind in _LLAVA and (
                 f".layers.{vision.num_hidden_layers - 1}." in name or "post_layernorm" in name
             ):
                 continue  # features are those of the layer before
-            if kind in ("gemma3", "llava"):
+            if kind in ("gemma3", *_LLAVA):
                 name = name.replace("vision_tower.", "vision_tower.vision_model.")
             target = names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert target is not None, name
-            if kind == "llava":  # whose converter begins at 0
+            if kind in _LLAVA:  # whose converter begins at 0
                 target = target.replace("mm.1.", "mm.0.")
             if kind in _ROWS and (".attn_q." in target or ".attn_k." in target):
                 pairs = tensor.unflatten(0, (vision.num_attention_heads, 2, -1)).transpose(1, 2)
                 yield [(target, pairs)]
             else:
                 yield [(target, tensor)]
+        elif name == "image_newline":
+            yield [("model.image_newline", tensor)]
         elif kind in _ROWS and name.endswith("embed_tokens.weight"):
             yield [("v.token_embd.img_break", tensor[4])]
 

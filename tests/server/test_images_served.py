@@ -11,6 +11,7 @@ from elsewhere import Elsewhere
 from fastapi import FastAPI
 from serving import CHAT, NAME, app_on, http, openai, run
 from test_anthropic_client import client_of
+from video_models import animation, frames
 from vision_models import file_of, picture
 
 import hmt
@@ -96,9 +97,41 @@ def test_responses_take_images(sees: FastAPI, seeing: LoadedModel) -> None:
     run(work())
 
 
+def moving(url: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def test_videos_come_as_files_and_as_frames(sees: FastAPI, seeing: LoadedModel) -> None:
+    """Also beside an image, each in the place that the message has for it."""
+    file, images = animation(frames(4, 30, 20, 5), 500), frames(3, 22, 30, 6)
+    listed = tuple(file_of(image, "JPEG") for image in images)
+    urls = [
+        "data:image/gif;base64," + base64.b64encode(file).decode(),
+        "data:video/jpeg;base64," + ",".join(base64.b64encode(one).decode() for one in listed),
+    ]
+    kinds: list[Any] = [{"type": "video"}, {"type": "image"}, TEXT, {"type": "video"}]
+    chat = [{"role": "user", "content": kinds}]
+    expected = seeing.infer(hmt.Request(chat, 6, images=(FILE,), videos=(file, listed)))
+
+    async def work() -> None:
+        async with openai(sees) as client:
+            image = part(f"data:image/png;base64,{DATA}")
+            body = asking(moving(urls[0]), image, TEXT, moving(urls[1]))
+            done = await client.chat.completions.create(**body)
+            assert done.choices[0].message.content == expected.text
+            assert done.usage.prompt_tokens == expected.prompt_tokens
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
+        (moving("https://example.com/cat.mp4"), "data URL"),
+        (moving("data:text/html;base64,PHN2Zy8+"), "Matroska"),
+        (moving("data:video/mp4;base64,@@@@"), "base64"),
+        (moving("data:video/mp4;base64,AAAA"), "decoded"),
+        ({"type": "video_url"}, "missing"),
         (part("https://example.com/cat.png"), "not fetched"),
         (part("http://169.254.169.254/latest"), "not fetched"),
         (part("file:///etc/passwd"), "data URL"),
@@ -125,7 +158,10 @@ def test_images_are_the_users_and_a_model_must_see(app: FastAPI, sees: FastAPI) 
     async def work() -> None:
         async with http(sees) as client:
             answer = await client.post(CHAT, json=asking(TEXT, url, role="assistant"))
-            assert answer.status_code == 400 and "from the user" in answer.text
+            assert answer.status_code == 400 and "images come from the user" in answer.text
+            video = moving("data:image/gif;base64,AAAA")
+            answer = await client.post(CHAT, json=asking(TEXT, video, role="assistant"))
+            assert answer.status_code == 400 and "videos come from the user" in answer.text
         async with openai(app) as client:
             with pytest.raises(package.BadRequestError, match="reads text only"):
                 await client.chat.completions.create(**asking(TEXT, url))

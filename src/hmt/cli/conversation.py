@@ -7,7 +7,7 @@ from typing import Any
 from hmt.cli.options import SamplingOptions
 from hmt.contracts.request import Request
 from hmt.engine import LoadedModel
-from hmt.models.vision import file_bytes
+from hmt.models.vision import file_bytes, video_bytes
 from hmt.text import HarmonyReader
 
 _DEFAULT_ANSWER_TOKENS = 512
@@ -18,6 +18,11 @@ def file_of(image: Path) -> bytes:
     data = file_bytes(image)
     assert data is not None
     return data
+
+
+def video_of(video: Path) -> bytes:
+    """A video's file.  Raises as `file_of`."""
+    return video_bytes(video)
 
 
 class Conversation:
@@ -36,14 +41,18 @@ class Conversation:
         """Forget what was said."""
         self._messages: list[dict[str, Any]] = []
         self._text = ""
-        self._images: list[bytes] = []  # of all messages
-        self._shown: list[bytes] = []  # of the next one
+        self._images: list[bytes] = []  # of all messages, as below
+        self._videos: list[bytes] = []
+        self._shown: list[tuple[str, bytes]] = []  # kinds and files of the next one
 
-    def show(self, images: Iterable[bytes]) -> None:
+    def show(self, images: Iterable[bytes], videos: Iterable[bytes] = ()) -> None:
         """Let the next line be about these files, too.  Raises RequestError for a blind model."""
         for image in images:
             self.model.check_images(1)
-            self._shown.append(image)
+            self._shown.append(("image", image))
+        for video in videos:
+            self.model.check_videos(1)
+            self._shown.append(("video", video))
 
     def request(self, line: str) -> Request:
         """The request for an answer to `line`, after all that was said before.
@@ -52,7 +61,8 @@ class Conversation:
         """
         tokens = self._tokens(line)
         limit = self._options.max_new_tokens
-        if limit is None and not (self._images or self._shown):  # these have tokens besides
+        seen = self._images or self._videos or self._shown
+        if limit is None and not seen:  # these have tokens besides
             spec, plan = self.model.prepared.model.spec, self.model.plan
             room = min(plan.kv_tokens, spec.max_context) - len(tokens)
             limit = max(1, min(_DEFAULT_ANSWER_TOKENS, room))
@@ -61,7 +71,8 @@ class Conversation:
             max_new_tokens=limit,
             sampling=self._options.sampling(),
             stop=tuple(self._options.stop or ()),
-            images=(*self._images, *self._shown),
+            images=(*self._images, *self._next("image")),
+            videos=(*self._videos, *self._next("video")),
         )
 
     def reader(self, line: str) -> HarmonyReader | None:
@@ -75,11 +86,15 @@ class Conversation:
             self._said(line),
             {"role": "assistant", "content": answer},
         ]
-        self._images += self._shown
+        self._images += self._next("image")
+        self._videos += self._next("video")
         self._shown = []
 
+    def _next(self, kind: str) -> list[bytes]:
+        return [data for shown, data in self._shown if shown == kind]
+
     def _said(self, line: str) -> dict[str, Any]:
-        shown = [{"type": "image"} for _ in self._shown]
+        shown = [{"type": kind} for kind, _ in self._shown]
         content = [*shown, {"type": "text", "text": line}] if shown else line
         return {"role": "user", "content": content}
 

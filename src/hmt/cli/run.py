@@ -46,6 +46,7 @@ class Job:
     json: bool = False
     chat_template: Path | None = None
     images: tuple[Path, ...] = ()
+    videos: tuple[Path, ...] = ()
 
 
 @dataclass(slots=True)
@@ -97,6 +98,14 @@ def run(
             "given several times. In a chat: /image FILE."
         ),
     ] = None,
+    video: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Video that PROMPT is about (an animation in GIF, WebP or PNG; with PyAV also "
+            "MP4, QuickTime, WebM and Matroska), for models that take them; can be given several "
+            "times.  In a chat: /video FILE."
+        ),
+    ] = None,
     remember: RememberOption = False,
 ) -> None:
     """Answer a prompt, or chat, and say what it cost."""
@@ -105,11 +114,12 @@ def run(
     path, prompt = choose(model, prompt)
     if json and prompt is None:
         raise ConfigError("--json prints one answer; give a prompt, or leave --json out to chat")
-    if image and prompt is None:
-        raise ConfigError("--image belongs to a prompt; in a chat write /image FILE")
-    images = tuple(image or ())
+    for kind, given in (("image", image), ("video", video)):
+        if given and prompt is None:
+            raise ConfigError(f"--{kind} belongs to a prompt; in a chat write /{kind} FILE")
+    shown = tuple(image or ()), tuple(video or ())
     answer_or_chat(
-        Job(path, prompt, engine, sampling, raw, not no_summary, json, chat_template, images)
+        Job(path, prompt, engine, sampling, raw, not no_summary, json, chat_template, *shown)
     )
 
 
@@ -133,10 +143,11 @@ def answer_or_chat(job: Job) -> None:
 
     template = None if job.chat_template is None else read_template(job.chat_template)
     with loading(f"loading {shown_name(job.model)}") as report:
-        from hmt.cli.conversation import Conversation, file_of
+        from hmt.cli.conversation import Conversation, file_of, video_of
         from hmt.engine import Engine
 
         images = [file_of(image) for image in job.images]  # before a model is loaded in vain
+        videos = [video_of(video) for video in job.videos]
         arguments = job.engine.arguments()
         with suggesting(job.model, arguments):
             engine = Engine(**arguments)
@@ -146,7 +157,7 @@ def answer_or_chat(job: Job) -> None:
             if template is not None:
                 model.tokenizer.use_chat_template(template)
             conversation = Conversation(model, job.sampling, raw=job.raw)
-            conversation.show(images)
+            conversation.show(images, videos)
             if job.prompt is None:
                 _chat(conversation, job)
             elif not _answer_once(conversation, job.prompt, job):
@@ -190,7 +201,7 @@ def _chat(conversation: "Conversation", job: Job) -> None:
     console, person = notes(), sys.stdin.isatty()
     from hmt.formats import shown_name
 
-    commands = "/image FILE shows one, /reset forgets, /exit leaves"
+    commands = "/image FILE and /video FILE show one, /reset forgets, /exit leaves"
     console.print(f"[bold]{shown_name(job.model)}[/] [dim]· {commands}[/]")
     if person:
         import readline  # noqa: F401  # gives input() a line editor and a history
@@ -204,20 +215,23 @@ def _chat(conversation: "Conversation", job: Job) -> None:
             return
         if line == "/reset":
             conversation.reset()
-        elif line.startswith("/image "):
-            _show(conversation, line.removeprefix("/image ").strip())
+        elif line.startswith(("/image ", "/video ")):
+            _show(conversation, *line.removeprefix("/").split(maxsplit=1))
         elif line:
             _one_turn(conversation, line)
 
 
-def _show(conversation: "Conversation", file: str) -> None:
-    """Let the next line be about an image."""
+def _show(conversation: "Conversation", kind: str, file: str) -> None:
+    """Let the next line be about an image or a video."""
     from rich.text import Text
 
-    from hmt.cli.conversation import file_of
+    from hmt.cli.conversation import file_of, video_of
 
     try:
-        conversation.show([file_of(Path(file))])
+        if kind == "image":
+            conversation.show([file_of(Path(file))])
+        else:
+            conversation.show((), [video_of(Path(file))])
     except HMTError as error:
         notes().print(Text(f"{error}", style="red"), soft_wrap=True)
 

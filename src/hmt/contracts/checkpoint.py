@@ -108,7 +108,8 @@ class Checkpoint:
                 their own
     vocabulary  what a GGUF file says of its tokenizer, by its keys; None where there are files
     spare       records that are known and that no model needs, such as scales of activations
-    processor   what preprocessor_config.json would say; None where there is that file, or no images
+    processor   what preprocessor_config.json would say, and video_preprocessor_config.json in its
+                "video"; None where there are these files, or no images
     images_refused   why images cannot be encoded, where it is known without opening a model
     mmproj      the other file, which has the encoder of images; None where there is none
     """

@@ -1,6 +1,6 @@
-"""Images of a prompt: as they are given, as an encoder takes them, and what it makes of one."""
+"""Images and videos of a prompt: as given, as an encoder takes them, and what it makes of one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,11 +11,47 @@ from hmt.contracts.store import Weights
 
 # A file's path, a file's bytes (PNG, JPEG, WebP or GIF), or a PIL.Image.
 ImageInput = Any
+# A file's path, a file's bytes (an animation in GIF, WebP or PNG; with PyAV also MP4, QuickTime,
+# WebM and Matroska), a sequence of images, which are its frames, or a Video.
+VideoInput = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video, and how fast its frames follow each other.
+
+    source   as VideoInput
+    fps      frames of it in a second; None: as its file says, and 24 of a sequence of images, which
+             is what transformers takes for them
+    """
+
+    source: VideoInput
+    fps: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenFrames:
+    """Which frames of a video an encoder takes, and in which size.
+
+    indices         of the frames, rising; of all `frames` that the video has, `fps` in a second
+    height, width   pixels to which each is resized
+    """
+
+    indices: tuple[int, ...]
+    frames: int
+    fps: float
+    height: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is prepared of them: three numbers of f32 for each pixel."""
+        return len(self.indices) * self.height * self.width * 3 * 4
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class PreparedImage:
-    """One image as an encoder takes it, which nothing changes any more.
+    """One image or video as an encoder takes it, which nothing changes any more.
 
     key         hexadecimal: a hash of its pixels and of how they are prepared, by which equal
                 images are the same
@@ -24,6 +60,8 @@ class PreparedImage:
     written     what a prompt has in its place: those tokens, and others around and between them
     feature_bytes   of what is made of it
     work_bytes  what that takes besides, and beside weights
+    video       whether it is a video
+    grid_s      seconds of a video from one row of its grid in time to the next
     """
 
     key: str
@@ -32,6 +70,8 @@ class PreparedImage:
     feature_bytes: int
     work_bytes: int
     written: tuple[int, ...]
+    video: bool = False
+    grid_s: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -83,18 +123,38 @@ class ImageEncoder(Protocol):
 
     most_bytes     that images may take: while one is decoded and encoded, and as they are kept
     device_bytes   of an image of 1024 x 1024 pixels, and of the largest; see PreparedImage
+    videos_refused why it takes no videos; "" where it does
     """
 
     most_bytes: int
     device_bytes: tuple[int, int]
+    videos_refused: str
 
     def prepare(self, pixels: Tensor) -> PreparedImage:
         """An image of uint8 [height, width, 3].  Raises RequestError where it cannot be encoded."""
         ...
 
+    def choose(
+        self, frames: int, fps: float, size: tuple[int, int], *, sampled: bool
+    ) -> ChosenFrames:
+        """Which of the `frames` of a video are taken, and as how large, of `size` (height, width).
+
+        sampled   they are a choice already: all are taken
+        Raises RequestError where it cannot be encoded.
+        """
+        ...
+
+    def prepare_video(self, frames: Iterable[Tensor], chosen: ChosenFrames) -> PreparedImage:
+        """A video of the chosen frames, each uint8 [height, width, 3], asked for one by one.
+
+        Raises RequestError where it cannot be encoded, and what asking for a frame raises.
+        """
+        ...
+
     def prompt(self, tokens: list[int], images: list[PreparedImage]) -> ImagePrompt:
         """A prompt in which one token stands for each image, with as many as each has.
 
+        images   and videos, each kind in the order of its tokens
         Raises RequestError unless there are as many of these as images.  What comes of an image is
         its `written`; where text meets at its edges, that may be other tokens.
         """

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hmt.contracts.image import ImageInput
+from hmt.contracts.image import ImageInput, VideoInput
 
 
 class FinishReason(enum.StrEnum):
@@ -89,6 +89,7 @@ class Request:
                      default, if it has one
     images           of a model that sees: what the prompt's image parts show, in their order; in
                      text and token ids the model's own image token, once for each
+    videos           likewise, for a model that takes them
     """
 
     input: "str | list[dict[str, Any]] | list[int]"
@@ -108,6 +109,7 @@ class Request:
     reasoning_tokens: int | None = None
     embedding: Pooling | None = None
     images: tuple[ImageInput, ...] = ()
+    videos: tuple[VideoInput, ...] = ()
     adapter: str = ""
 
 

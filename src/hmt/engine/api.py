@@ -117,6 +117,10 @@ class LoadedModel:
         """Raise RequestError where the model can see none of `count` images."""
         self._input.check_images(count)
 
+    def check_videos(self, count: int) -> None:
+        """Raise RequestError where the model can take none of `count` videos."""
+        self._input.check_videos(count)
+
     @property
     def images_refused(self) -> str:
         """Why the model sees no images; empty where it does."""
@@ -188,8 +192,8 @@ class LoadedModel:
             raise RequestError(
                 "beams take the likeliest: leave sampling and stop strings out, and min_tokens"
             )
-        if request.images:
-            raise RequestError("a beam search reads text only: leave the images out")
+        if request.images or request.videos:
+            raise RequestError("a beam search reads text only: leave images and videos out")
         if sequence.has_prompt_outputs:
             raise RequestError(
                 "a beam search tells nothing of the prompt: ask for that with a request of its own"

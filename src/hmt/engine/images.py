@@ -1,4 +1,4 @@
-"""Images of requests: prepared on callers' threads, encoded where a step first needs one."""
+"""Images and videos of requests: prepared on callers' threads, encoded where a step needs one."""
 
 import threading
 import time
@@ -15,18 +15,25 @@ from hmt.base.errors import BudgetError, RequestError
 from hmt.base.units import format_bytes
 from hmt.contracts.blocks import BlockId
 from hmt.contracts.encoding import WeightTensor
-from hmt.contracts.image import ImageEncoder, ImageFeatures, ImageInput, PreparedImage
+from hmt.contracts.image import (
+    ImageEncoder,
+    ImageFeatures,
+    ImageInput,
+    PreparedImage,
+    VideoInput,
+)
 from hmt.contracts.step import SchedulerOutput, Step
 from hmt.contracts.store import Priority, Weights
 from hmt.engine.config import EngineConfig
 from hmt.engine.loading.device import OnDevice
 from hmt.engine.loading.prepared import Prepared
 from hmt.memory import Account, HostPool
-from hmt.models.vision import PIXEL_BYTES, ImageDecoder, file_bytes, pixels_of
+from hmt.models.vision import PIXEL_BYTES, ImageDecoder, VideoDecoder, file_bytes, pixels_of
 from hmt.planner import encoder_remark
 from hmt.weights import DeviceEncoder, WeightStore, WeightsView
 
 MOST_IMAGES: Final = 64  # of one request
+MOST_VIDEOS: Final = 8
 _AHEAD: Final = 2  # parts of an encoder that are read from the disk while one computes
 _LEAST_WAIT_S: Final = 0.01  # between looks while the decoder is asked for an image's size
 
@@ -100,6 +107,7 @@ class ImageStore:
         self._tower = tower
         self._unload_after_s = unload_after_s
         self._decoder = ImageDecoder()
+        self._videos = VideoDecoder()
         self._lock = threading.RLock()  # a hold may go while it is taken
         self._images: dict[str, PreparedImage] = {}
         self._uses: Counter[str] = Counter()
@@ -108,24 +116,35 @@ class ImageStore:
         self._used_at: float | None = None  # None: since all was freed, not once
         self._closed = False
 
-    def hold(self, images: Sequence[ImageInput]) -> tuple[list[PreparedImage], ImageHold]:
-        """Prepare images, which stay as long as the hold.
+    @property
+    def videos_refused(self) -> str:
+        """Why the model takes no videos; "" where it does."""
+        return self._encoder.videos_refused
+
+    def hold(
+        self, images: Sequence[ImageInput], videos: Sequence[VideoInput] = ()
+    ) -> tuple[list[PreparedImage], ImageHold]:
+        """Prepare images and videos, which stay as long as the hold.
 
         Raises RequestError for what is no image or can never be encoded in this budget, BudgetError
         where others' images leave no room now.
         """
         if len(images) > MOST_IMAGES:
             raise RequestError(f"{len(images)} images were given; a request may have {MOST_IMAGES}")
+        if len(videos) > MOST_VIDEOS:
+            raise RequestError(f"{len(videos)} videos were given; a request may have {MOST_VIDEOS}")
         hold, keys = ImageHold(), list[str]()
         weakref.finalize(hold, self._release, keys).atexit = False
         prepared = []
-        for image in images:
-            made = self._prepared(image, keys)
+        parts = [(image, False) for image in images] + [(video, True) for video in videos]
+        for part, is_video in parts:
+            made = (self._prepared_video if is_video else self._prepared)(part, keys)
             with self._lock:
                 self._uses[made.key] += 1  # first: a hold may go at any time
                 keys.append(made.key)
                 known = self._images.setdefault(made.key, made)
-                self._settle(f"an image of {made.tokens} tokens", keys)
+                kind = "a video" if made.video else "an image"
+                self._settle(f"{kind} of {made.tokens} tokens", keys)
             prepared.append(known)
         return prepared, hold
 
@@ -187,7 +206,9 @@ class ImageStore:
             return
         with self._lock:
             idle_s = self._idle_s()
-            if idle_s is None or idle_s < after_s or not self._decoder.rest():
+            if idle_s is None or idle_s < after_s:
+                return
+            if not (self._decoder.rest() and self._videos.rest()):
                 return
             self._used_at = None
         self._tower.free()
@@ -212,6 +233,7 @@ class ImageStore:
                 kept.clear()
             self._settle("")
         self._decoder.close()
+        self._videos.close()
 
     def _prepared(self, image: ImageInput, own: Sequence[str]) -> PreparedImage:
         data = file_bytes(image)
@@ -222,6 +244,18 @@ class ImageStore:
         with self._room(PIXEL_BYTES * width * height, what, own):
             pixels = pixels_of(image) if data is None else self._decoder.pixels(data)
             return self._encoder.prepare(pixels)
+
+    def _prepared_video(self, video: VideoInput, own: Sequence[str]) -> PreparedImage:
+        with self._videos.opened(video, self._decoder) as source:
+            size = source.height, source.width
+            chosen = self._encoder.choose(source.frames, source.fps, size, sampled=source.sampled)
+            what = f"a video of {len(chosen.indices)} frames of {size[1]} x {size[0]} pixels"
+            if self._tower.device is not None:
+                self._tower.device.reserve()
+            # One frame is decoded at a time.
+            with self._room(PIXEL_BYTES * size[0] * size[1] + chosen.nbytes, what, own):
+                frames = (source.frame(index) for index in chosen.indices)
+                return self._encoder.prepare_video(frames, chosen)
 
     @contextmanager
     def _room(self, nbytes: int, what: str, own: Sequence[str]) -> Iterator[None]:
@@ -312,19 +346,23 @@ def open_images(
     return images
 
 
-def with_image_parts(messages: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
-    """Messages of a chat with a part for each of `count` images.
+def with_image_parts(
+    messages: Sequence[Mapping[str, Any]], images: int, videos: int = 0
+) -> list[Mapping[str, Any]]:
+    """Messages of a chat with a part for each of so many images and videos.
 
-    As they are where they have any; else in front of what the user has said last.
+    Those of a kind are as they are where they have any; else in front of what the user has said
+    last, images first.
     """
     held = list(messages)
-    parts = [p for message in held for p in _parts(message) if p.get("type") == "image"]
-    users = [number for number, message in enumerate(held) if message.get("role") == "user"]
-    if parts or not users or not count:
-        return held
-    last = held[users[-1]]
-    text = _parts(last) or [{"type": "text", "text": last.get("content", "")}]
-    held[users[-1]] = {**last, "content": [{"type": "image"}] * count + text}
+    for kind, count in (("video", videos), ("image", images)):
+        parts = [p for message in held for p in _parts(message) if p.get("type") == kind]
+        users = [number for number, message in enumerate(held) if message.get("role") == "user"]
+        if parts or not users or not count:
+            continue
+        last = held[users[-1]]
+        text = _parts(last) or [{"type": "text", "text": last.get("content", "")}]
+        held[users[-1]] = {**last, "content": [{"type": kind}] * count + text}
     return held
 
 

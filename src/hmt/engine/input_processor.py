@@ -57,6 +57,7 @@ class InputProcessor:
                 "hmt.Request(input=..., max_new_tokens=...)"
             )
         self.check_images(len(request.images))
+        self.check_videos(len(request.videos))
         shown, hold = self._prompt(request) if first is None else _prompt_of(first.state)
         tokens = shown.tokens
         sampler = SamplerState(request.sampling, tokens)
@@ -108,6 +109,16 @@ class InputProcessor:
         if count and (why := self.images_refused):
             raise RequestError(f"{count} images were given, and {why}")
 
+    def check_videos(self, count: int) -> None:
+        """Raise RequestError where the model can take none of `count` videos."""
+        if count and (why := self.images_refused or self._videos_refused):
+            raise RequestError(f"{count} videos were given, and {why}")
+
+    @property
+    def _videos_refused(self) -> str:
+        why = "" if self._images is None else self._images.videos_refused
+        return f"this {self._prepared.model.spec.architecture} takes none: {why}" if why else ""
+
     @property
     def images_refused(self) -> str:
         """Why the model sees no images; empty where it does."""
@@ -122,9 +133,10 @@ class InputProcessor:
         """The prompt with its images, and what keeps these.  Raises RequestError, BudgetError."""
         tokens = self._prompt_tokens(request)
         encoder = self._prepared.model.encoder
-        if not request.images or self._images is None or encoder is None:
+        shown = request.images or request.videos
+        if not shown or self._images is None or encoder is None:
             return ImagePrompt(tokens, ()), None
-        images, hold = self._images.hold(request.images)
+        images, hold = self._images.hold(request.images, request.videos)
         return encoder.prompt(tokens, images), hold
 
     def _form(self, request: Request, prompt: list[int]) -> Constraint | ThoughtLimit | None:
@@ -158,7 +170,7 @@ class InputProcessor:
         if isinstance(request.input, str):
             tokens = self._tokenizer.encode(request.input, most=self.max_positions)
         elif isinstance(request.input[0], dict):
-            messages = with_image_parts(request.input, len(request.images))
+            messages = with_image_parts(request.input, len(request.images), len(request.videos))
             tokens = self._tokenizer.chat_prompt(messages, most=self.max_positions)
         else:
             tokens = list(request.input)

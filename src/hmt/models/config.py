@@ -35,8 +35,10 @@ def _import_validators() -> None:
         from transformers.utils import type_validators
     finally:
         import_utils.is_torch_available = available
-    type_validators.is_torch_available = available
-    type_validators.torch = torch
+    # What it imports in its turn would go on without torch as well.
+    for module in (type_validators, sys.modules.get("transformers.image_transforms")):
+        if module is not None:
+            vars(module).update(is_torch_available=available, torch=torch)
 
 
 if "transformers.utils.type_validators" not in sys.modules:

@@ -29,14 +29,7 @@ class Images:
     def __init__(self, settings: dict[str, Any], blob: bytes) -> None:
         """`settings` has "most_pixels", that an image may have."""
         self._most_pixels: int = settings["most_pixels"]
-        Image.MAX_IMAGE_PIXELS = self._most_pixels  # above twice as many, `open` itself refuses
-        warnings.simplefilter("ignore")  # of fewer, which `handle` refuses
-        Image.preinit()
-        for name in set(Image.ID) - _OPENERS.keys():
-            Image.ID.remove(name)
-            del Image.OPEN[name]
-        for name, opener in _OPENERS.items():
-            Image.OPEN[name] = opener, Image.OPEN[name][1]
+        confine_pillow(self._most_pixels)
 
     def handle(self, message: dict[str, Any], blob: bytes) -> tuple[dict[str, Any], bytes]:
         """{"decodes": false}: the answer has "width" and "height" of the image in `blob`.
@@ -53,7 +46,7 @@ class Images:
                     raise Refusal("pixels", "", width=width, height=height)
                 if not message["decodes"]:
                     return {"width": width, "height": height}, b""
-                turned = _in_bytes(ImageOps.exif_transpose(image)).convert("RGB")
+                turned = in_rgb(ImageOps.exif_transpose(image))
                 size = {"width": turned.width, "height": turned.height}
                 return size, turned.tobytes()
         except (Refusal, MemoryError):
@@ -64,8 +57,23 @@ class Images:
             raise Refusal("format", "") from error
 
 
-def _in_bytes(image: Image.Image) -> Image.Image:
-    """Gray of 16 bits as gray of 8, whose upper ones `convert` would make white."""
-    if not image.mode.startswith("I;16"):
-        return image
-    return image.point(lambda value: value * (1 / 256)).convert("L")
+def confine_pillow(most_pixels: int) -> None:
+    """Let Pillow, in this process, open the four formats alone, and images of `most_pixels`."""
+    Image.MAX_IMAGE_PIXELS = most_pixels  # above twice as many, `open` itself refuses
+    warnings.simplefilter("ignore")  # of fewer, which callers refuse
+    Image.preinit()
+    for name in set(Image.ID) - _OPENERS.keys():
+        Image.ID.remove(name)
+        del Image.OPEN[name]
+    for name, opener in _OPENERS.items():
+        Image.OPEN[name] = opener, Image.OPEN[name][1]
+
+
+def in_rgb(image: Image.Image) -> Image.Image:
+    """An image in three channels.
+
+    Gray of 16 bits becomes gray of 8 first, whose upper ones `convert` would make white.
+    """
+    if image.mode.startswith("I;16"):
+        image = image.point(lambda value: value * (1 / 256)).convert("L")
+    return image.convert("RGB")

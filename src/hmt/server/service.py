@@ -130,7 +130,7 @@ class Service:
             self._check_form(request)
             return [self._request(request, tokens) for tokens in prompts()]
 
-        answers, images = count * request.answers, bool(request.images)
+        answers, images = count * request.answers, bool(request.images or request.videos)
         timeout_s = self._timeout_s(request)
         await generation.begin(self.model, requests, answers, timeout_s, images=images)
         return generation
@@ -152,7 +152,8 @@ class Service:
         default = self.config.default_new_tokens
         if longest is None and default is None and request.unbounded:
             longest = -1
-        if request.images and longest in (None, -1) and not request.min_tokens:
+        seen = request.images or request.videos
+        if seen and longest in (None, -1) and not request.min_tokens:
             longest = None  # the engine knows what is left beside them
         elif longest is None:
             longest = min(room, max(default or _OF_CHATS, request.min_tokens))

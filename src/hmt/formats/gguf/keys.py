@@ -84,6 +84,13 @@ class Keys:
             )
         return numbers
 
+    def numbers(self, key: str) -> list[Any]:
+        """The numbers of an array, however many.  Raises HeaderError."""
+        value = self._get(key, REQUIRED)
+        if not isinstance(value, list) or any(type(item) not in (int, float) for item in value):
+            raise HeaderError(f"{self.what} has {self._at}{key} {value!r:.60}, not an array")
+        return value
+
     def count(self, key: str, default: Any = REQUIRED) -> Any:
         """A whole number above 0, however it is written.  Raises as `number`."""
         value = self.number(key, default)

@@ -133,6 +133,32 @@ def tiles(
     }
 
 
+def idefics(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """Idefics 3's and SmolVLM's, whose tiles have as many patches as there are positions."""
+    return siglip(keys, records) | {
+        "model_type": "idefics3_vision",
+        "layer_norm_eps": keys.number("vision.attention.layer_norm_epsilon", 1e-6),
+    }
+
+
+def written_tiles(
+    keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of Idefics 3 and SmolVLM, which cut images into tiles and write where each was."""
+    side, (scale, rows) = vision["image_size"], _scaled(keys, vision, 2)
+    wide = size_of(records, "mm.model.fc.weight", 1)
+    if wide != vision["hidden_size"] * scale**2:
+        raise keys.unread("vision.projector.scale_factor", f"and tokens are made of {wide} numbers")
+    longest = keys.count("vision.preproc_image_size", side)
+    if not side <= longest <= _MOST_SIDE:
+        raise keys.unread("vision.preproc_image_size", f"and a tile has {side} pixels")
+    return {"scale_factor": scale}, {
+        "size": {"longest_edge": longest},
+        "max_image_size": {"longest_edge": side},
+        "written": {"processor": {"image_seq_len": rows}},
+    }
+
+
 def clip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
     """LLaVA's, with a position for the class in front."""
     if "v.class_embd" not in records:
@@ -154,10 +180,11 @@ def clip(keys: Keys, records: Mapping[str, TensorRecord]) -> dict[str, Any]:
 def patches_of_clip(
     keys: Keys, vision: Mapping[str, Any], records: Mapping[str, TensorRecord]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of LLaVA 1.5: a token for each patch, as the last layer that the file has leaves it."""
-    side, merged = vision["image_size"], "vision.mm_patch_merge_type"
-    if keys.text(merged) not in ("", "flat"):
-        raise keys.unread(merged, "as LLaVA 1.6's, which HMT reads as safetensors")
+    """Of LLaVA: a token for each patch, as the last layer that the file has leaves it.
+
+    Of 1.5 patches of a square, of 1.6 (LLaVA-NeXT) of that and of tiles.
+    """
+    side, merged = vision["image_size"], keys.text("vision.mm_patch_merge_type") or "flat"
     depth = vision["num_hidden_layers"]
     layer = keys.number("vision.feature_layer", depth)
     if type(layer) is not int or not 0 < layer <= depth:
@@ -168,7 +195,43 @@ def patches_of_clip(
         "image_seq_length": (side // vision["patch_size"]) ** 2,
         "multimodal_projector_bias": "mm.0.bias" in records,
     }
-    return own, {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    sizes = {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}
+    if merged == "flat":
+        return own, sizes
+    if merged != "spatial_unpad":
+        raise keys.unread("vision.mm_patch_merge_type", "and HMT reads flat and spatial_unpad")
+    points = _pinpoints(keys, side)
+    del own["image_seq_length"]
+    own |= {
+        "model_type": "llava_next",
+        "architectures": ["LlavaNextForConditionalGeneration"],
+        "image_grid_pinpoints": points,
+    }
+    written = {
+        "patch_size": vision["patch_size"],
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+        "image_token": "<image>",
+    }
+    return own, sizes | {
+        "image_processor_type": "LlavaNextImageProcessor",
+        "image_grid_pinpoints": points,
+        "written": {"processor": written},
+    }
+
+
+def _pinpoints(keys: Keys, side: int) -> list[list[int]]:
+    """Heights and widths that images are resized to, which files have as widths and heights."""
+    name, flat = "vision.image_grid_pinpoints", keys.numbers("vision.image_grid_pinpoints")
+    fits = (
+        isinstance(size, int) and side <= size <= _MOST_SIDE and size % side == 0 for size in flat
+    )
+    if not flat or len(flat) % 2 or len(flat) > 2 * _MOST_TILES or not all(fits):
+        raise keys.unread(name, f"and tiles have {side} pixels")
+    points = [[high, wide] for wide, high in zip(flat[::2], flat[1::2], strict=True)]
+    if max(high * wide for high, wide in points) > _MOST_TILES * side**2:
+        raise keys.unread(name, f"and the most is {_MOST_TILES} tiles of {side} pixels")
+    return points
 
 
 def _side(keys: Keys, records: Mapping[str, TensorRecord]) -> int:

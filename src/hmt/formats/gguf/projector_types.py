@@ -24,7 +24,8 @@ class Projector:
     tokens      tokens that config.json numbers, by its fields
     vision      fields of vision_config besides those that all have
     layer       names of tensors in a layer, trunk of those outside, deepstack of those for layers
-    processor   what its image processor does that files do not say: as published with the models
+    processor   what its image processor does that files do not say, and in "video" that of videos,
+                where it is another: as published with the models
     at, blocks  how names of parameters begin, and those of a layer behind that
     out         the tensor, and which of its sizes features have
     prepared    of types whose images are no grids of two frames: fields of config.json, and of
@@ -32,7 +33,8 @@ class Projector:
     plain       parameters without `weight` in their names, and how many sizes they have; in names
                 of tensors, too, {} is a layer's number
     around      names of tokens in front of an image's and behind them; without any in front, of
-                those behind each row and behind the last; without any, features alone
+                those behind each row and behind the last; without any, features alone, unless
+                `prepared` gives fields of transformers' processor, which then writes text
     mark        the token that stands for an image in a prompt; empty: that of its features
     turned      rows of queries and keys lie in llama.cpp's order
     also_blind  such language models are also published without an encoder, by the same type
@@ -132,6 +134,7 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         {
             "image_processor_type": "Qwen2VLImageProcessor",
             "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+            "video": {"size": {"shortest_edge": 4096, "longest_edge": 25165824}},
         },
         {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"},
     ),
@@ -203,6 +206,24 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         around=(("<img>",), ("</img>",)),
         also_blind=True,
     ),
+    "idefics3": Projector(
+        {"llama": ("idefics3", "Idefics3ForConditionalGeneration")},
+        {"image_token_id": "<image>"},
+        fields.idefics,
+        _CLIP_LAYER,
+        {
+            "v.patch_embd": "vision_model.embeddings.patch_embedding",
+            "v.position_embd": "vision_model.embeddings.position_embedding",
+            "v.post_ln": "vision_model.post_layernorm",
+            "mm.model.fc": "connector.modality_projection.proj",
+        },
+        {"image_processor_type": "Idefics3ImageProcessor"},
+        at="model.",
+        blocks="vision_model.encoder.layers.{}.",
+        out=("mm.model.fc.weight", 0),
+        prepared=fields.written_tiles,
+        also_blind=True,
+    ),
     "mlp": Projector(
         dict.fromkeys(("llama", "qwen2"), ("llava", "LlavaForConditionalGeneration")),
         {"image_token_index": "<image>"},
@@ -219,7 +240,11 @@ PROJECTORS: Final[Mapping[str, Projector]] = {
         at="model.",
         blocks="vision_tower.encoder.layers.{}.",
         prepared=fields.patches_of_clip,
-        plain={"v.class_embd": ("vision_tower.embeddings.class_embedding", 1)},
+        plain={
+            "v.class_embd": ("vision_tower.embeddings.class_embedding", 1),
+            "model.image_newline": ("image_newline", 1),
+            "v.image_newline": ("image_newline", 1),
+        },
         also_blind=True,
     ),
     "pixtral": Projector(

@@ -116,6 +116,8 @@ def read_encoder(header: GgufHeader, projector: Projector) -> ImageEncoderFile:
         processor = {**projector.processor, **more}
     for name in ("image_mean", "image_std"):
         processor[name] = keys.by_layer(f"vision.{name}", 3)
+    if "video" in processor:
+        processor["video"] = processor | processor["video"]
     layers = vision.get("deepstack_visual_indexes", [])
     forms = _forms(header, projector, layers, vision.get("head_dim", 0))
     _check_all_read(header, forms, projector.unused)

@@ -109,22 +109,25 @@ def _refusal(error: Refused) -> Exception:
     return MachineError(f"images cannot be decoded: {error}")
 
 
-def file_bytes(image: ImageInput) -> bytes | None:
-    """The file of an image; None where it is a PIL.Image.  Raises RequestError."""
+def file_bytes(
+    image: ImageInput, kind: str = "image", most_bytes: int = MOST_FILE_BYTES
+) -> bytes | None:
+    """The file of an image, or other `kind`; None where it is a PIL.Image.  Raises RequestError."""
     if isinstance(image, bytes):
         data = image
     elif isinstance(image, (str, PathLike)):
-        data = _read(Path(image).expanduser())
+        data = _read(Path(image).expanduser(), kind, most_bytes)
     elif hasattr(image, "convert") and hasattr(image, "tobytes"):
         return None
     else:
         raise RequestError(
             f"an image is {type(image).__name__}; give a path, the bytes of a file, or a PIL.Image"
         )
-    if len(data) > MOST_FILE_BYTES:
+    if len(data) > most_bytes:
+        article = "an" if kind == "image" else "a"
         raise RequestError(
-            f"an image file has {format_bytes(len(data))}; the most is "
-            f"{format_bytes(MOST_FILE_BYTES)}: make it smaller"
+            f"{article} {kind} file has {format_bytes(len(data))}; the most is "
+            f"{format_bytes(most_bytes)}: make it smaller"
         )
     return data
 
@@ -140,12 +143,12 @@ def pixels_of(image: Any) -> torch.Tensor:
     return torch.from_numpy(np.asarray(image.convert("RGB")).copy())
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, kind: str, most_bytes: int) -> bytes:
     try:
         with path.open("rb") as file:
-            return file.read(MOST_FILE_BYTES + 1)
+            return file.read(most_bytes + 1)
     except OSError as error:
+        whole = "a file in PNG, JPEG, WebP or GIF" if kind == "image" else "one that can be"
         raise RequestError(
-            f"the image {path} cannot be read ({os_reason(error)}): give a file in PNG, JPEG, WebP "
-            "or GIF"
+            f"the {kind} {path} cannot be read ({os_reason(error)}): give {whole}"
         ) from error

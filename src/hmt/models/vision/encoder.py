@@ -1,7 +1,8 @@
 """An image encoder: image processor, tower, and what stands for images in prompts."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -9,17 +10,19 @@ import torch
 from torch import Tensor
 
 from hmt.base.errors import RequestError
-from hmt.contracts.image import ImageFeatures, ImagePrompt, PreparedImage
+from hmt.contracts.image import ChosenFrames, ImageFeatures, ImagePrompt, PreparedImage
 from hmt.contracts.step import ImageTokens
 from hmt.contracts.store import Weights
 from hmt.models.vision.decoding import DECODING_BYTES
 from hmt.models.vision.processing import Processing
+from hmt.models.vision.videos import VideoProcessing
 
 if TYPE_CHECKING:  # transformers' code takes longer to import than all else, and text needs none
     from hmt.models.vision.tower import Tower
 
 _KEPT: Final = 8  # of the largest images, of all requests, that memory is planned for
 _MOST_PATCHES: Final = 1 << 16  # of one image: where attention alone takes minutes
+_MOST_VIDEO_PATCHES: Final = 1 << 18  # of one video, whose frames do not see each other
 _USUAL_PIXELS: Final = 5 << 18  # of an image of 1024 x 1024, and what resizing adds
 
 
@@ -52,7 +55,10 @@ class TowerSizes:
         grid = inputs.get("image_grid_thw")
         if grid is not None:
             return int(grid.prod())
-        return inputs["pixel_values"].numel() // (3 * self.patch**2)
+        pixels = inputs[
+            "pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"
+        ]
+        return pixels.numel() // (3 * self.patch**2)
 
     def tokens(self, patches: int) -> int:
         """That stand for an image of so many patches."""
@@ -75,6 +81,7 @@ class Encoder:
            transformers' `get_rope_index`; None: positions have one axis
     together   an image's tokens see each other
     added      features are added behind the language model's first layers, too
+    videos     what videos are prepared by, or why there are none
     """
 
     def __init__(
@@ -86,8 +93,11 @@ class Encoder:
         axes: Any | None = None,
         together: bool = False,
         added: bool = False,
+        videos: VideoProcessing | str = "",
     ) -> None:
         self.tower = tower
+        self.videos = None if isinstance(videos, str) else videos
+        self.videos_refused = videos if isinstance(videos, str) else ""
         self._processing = processing
         self._sizes = sizes
         self._axes = axes
@@ -132,6 +142,52 @@ class Encoder:
             written=tuple(written),
         )
 
+    def choose(
+        self, frames: int, fps: float, size: tuple[int, int], *, sampled: bool
+    ) -> ChosenFrames:
+        """See ImageEncoder."""
+        assert self.videos is not None
+        try:
+            chosen = self.videos.choose(frames, fps, *size, sampled=sampled)
+        except ValueError as error:
+            raise RequestError(
+                f"a video of {frames} frames of {size[1]} x {size[0]} pixels cannot be prepared "
+                f"for this model: {error}"
+            ) from error
+        patches = chosen.nbytes // (3 * 4 * self._sizes.patch**2)
+        if patches > _MOST_VIDEO_PATCHES:
+            raise RequestError(
+                f"a video has {patches} patches in {len(chosen.indices)} frames; the most is "
+                f"{_MOST_VIDEO_PATCHES}: make it smaller, or shorter"
+            )
+        return chosen
+
+    def prepare_video(self, frames: Iterable[Tensor], chosen: ChosenFrames) -> PreparedImage:
+        """See ImageEncoder.
+
+        Its key is a hash of what is encoded and of its times, which positions and text tell of.
+        """
+        assert self.videos is not None
+        inputs = self.videos.made(frames, chosen)
+        pixels = next(iter(inputs.values()))
+        grid_s = self.videos.grid_s(chosen)
+        patches = self._sizes.patches(inputs)
+        written = self.videos.written(self._sizes.tokens(patches), chosen)
+        tokens = written.count(self.videos.token)
+        digest = hashlib.blake2b(self.videos.described, digest_size=16)
+        digest.update(f" {tuple(pixels.shape)} {grid_s} {written}".encode())
+        digest.update(pixels.flatten().numpy().data)
+        return PreparedImage(
+            key=digest.hexdigest(),
+            inputs=inputs,
+            tokens=tokens,
+            feature_bytes=tokens * self._sizes.out_width * pixels.itemsize,
+            work_bytes=self._sizes.work_bytes(patches, pixels.itemsize) + self.tower.own_bytes,
+            written=tuple(written),
+            video=True,
+            grid_s=grid_s,
+        )
+
     def _key(self, pixels: Tensor) -> str:
         """A hash of an image and of how it is prepared, which tell what is encoded.
 
@@ -146,24 +202,48 @@ class Encoder:
     def prompt(self, tokens: list[int], images: list[PreparedImage]) -> ImagePrompt:
         """See ImageEncoder."""
         held = self._processing
-        places = [number for number, token in enumerate(tokens) if token == held.mark]
-        if len(places) != len(images):
-            raise RequestError(
-                f"the prompt has {len(places)} places for images (token {held.mark}), and "
-                f"{len(images)} images were given: a chat needs an image part for each, other "
-                "prompts the token itself"
-            )
+        # Without a video its token is one as all others.
+        videos = self.videos if any(image.video for image in images) else None
+        marks = {held.mark: False} | ({} if videos is None else {videos.mark: True})
+        places = [number for number, token in enumerate(tokens) if token in marks]
+        ordered = self._in_places([marks[tokens[place]] for place in places], images)
         whole: list[int] = tokens[: places[0]]
-        for place, end, image in zip(places, [*places[1:], len(tokens)], images, strict=True):
+        for place, end, image in zip(places, [*places[1:], len(tokens)], ordered, strict=True):
             whole = held.joined(whole, image.written)
             whole = held.joined(whole, tokens[place + 1 : end])
-        if whole.count(held.token) != sum(image.tokens for image in images):
-            raise RequestError(
-                f"the prompt has tokens {held.token} besides those of its images: leave them out"
-            )
-        spans = tuple(_spans(whole, held.token, images))
+        rows = [self._token(image) for image in ordered]
+        for token in {held.token} | ({videos.token} if videos is not None else set()):
+            own = sum(i.tokens for i, one in zip(ordered, rows, strict=True) if one == token)
+            if whole.count(token) != own:
+                raise RequestError(
+                    f"the prompt has tokens {token} besides those of its images: leave them out"
+                )
+        spans = tuple(_spans(whole, rows, ordered))
         blocks = tuple((s.offset, s.offset + s.length) for s in spans) if self.together else ()
-        return ImagePrompt(whole, spans, self._positions(whole, spans, images), blocks)
+        return ImagePrompt(whole, spans, self._positions(whole, spans, ordered), blocks)
+
+    def _in_places(self, places: list[bool], images: list[PreparedImage]) -> list[PreparedImage]:
+        """Images and videos in the order of their `places`, of which some are videos'.
+
+        Raises RequestError unless there are as many of each kind.
+        """
+        for video, kind, part in ((False, "images", "an image"), (True, "videos", "a video")):
+            here, given = places.count(video), sum(image.video == video for image in images)
+            if here != given:
+                held = self.videos if video and self.videos is not None else self._processing
+                raise RequestError(
+                    f"the prompt has {here} places for {kind} (token {held.mark}), and "
+                    f"{given} {kind} were given: a chat needs {part} part for each, other "
+                    "prompts the token itself"
+                )
+        left = {video: iter([i for i in images if i.video == video]) for video in (False, True)}
+        return [next(left[video]) for video in places]
+
+    def _token(self, image: PreparedImage) -> int:
+        """That stands for one row of its features."""
+        if image.video and self.videos is not None:
+            return self.videos.token
+        return self._processing.token
 
     def encode(self, image: PreparedImage, weights: Weights) -> ImageFeatures:
         """See ImageEncoder."""
@@ -175,21 +255,29 @@ class Encoder:
         if self._axes is None:
             return ()
         kinds = torch.zeros(1, len(tokens), dtype=torch.int32)
+        videos = {image.key for image in images if image.video}
         for span in spans:
-            kinds[0, span.offset : span.offset + span.length] = 1
-        found, _ = self._axes(
-            torch.tensor([tokens]),
-            mm_token_type_ids=kinds,
-            image_grid_thw=torch.cat([image.inputs["image_grid_thw"] for image in images]),
-        )
+            kinds[0, span.offset : span.offset + span.length] = 1 + (span.key in videos)
+        grids: dict[bool, list[Tensor]] = {False: [], True: []}
+        for image in images:
+            grids[image.video].append(image.inputs["image_grid_thw"])
+        given: dict[str, Tensor] = {}
+        for name, video in (("image_grid_thw", False), ("video_grid_thw", True)):
+            if grids[video]:
+                given[name] = torch.cat(grids[video])
+        if videos and "second_per_grid_ts" in inspect.signature(self._axes).parameters:
+            given["second_per_grid_ts"] = torch.tensor([i.grid_s for i in images if i.video])
+        found, _ = self._axes(torch.tensor([tokens]), mm_token_type_ids=kinds, **given)
         return tuple(tuple(axis) for axis in found[:, 0].tolist())
 
 
-def _spans(tokens: list[int], token: int, images: list[PreparedImage]) -> Iterator[ImageTokens]:
-    """Runs of `token`, which stands for rows of the images' features in turn."""
-    places = [number for number, one in enumerate(tokens) if one == token]
-    for image in images:
-        own, places = places[: image.tokens], places[image.tokens :]
+def _spans(
+    tokens: list[int], rows: list[int], images: list[PreparedImage]
+) -> Iterator[ImageTokens]:
+    """Runs of each image's token of `rows`, which stands for rows of its features in turn."""
+    places = {row: [n for n, token in enumerate(tokens) if token == row] for row in set(rows)}
+    for row, image in zip(rows, images, strict=True):
+        own, places[row] = places[row][: image.tokens], places[row][image.tokens :]
         first = 0
         for number, place in enumerate(own):
             if number + 1 == len(own) or own[number + 1] != place + 1:

@@ -1,7 +1,7 @@
 """Whether a model sees images here, and the model that does."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,9 +23,11 @@ from hmt.models.vision.processing import (
     ROWS,
     Processing,
     from_file,
+    tokenizer_of,
     with_text,
     writes_text,
 )
+from hmt.models.vision.videos import OF_VIDEOS, VideoProcessing, video_processing
 from hmt.text.small_file import read_object
 
 # Whose image processor tells of a grid of patches, and whose positions have three axes.
@@ -43,6 +45,7 @@ _OF_GRIDS: Final = (
 )
 _ONE_AXIS: Final = ("exaone4_5",)  # of them, whose tokens of images have places as those of text
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
+_OF_LAYERS: Final = (*_PLAIN, "llava_next")  # whose features are those of a layer, without a norm
 # Whose features take the place of embeddings, and nothing else, though their models need more to
 # be called.  Of all types but these three groups it is seen by calling them.
 _REPLACING: Final = ("gemma3", "gemma4", "idefics3")
@@ -91,11 +94,17 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
             folder = Path(after.enter_context(TemporaryDirectory()))
             said = dict(checkpoint.processor)
             written = said.pop("written", None)
+            if "video" in said:
+                (folder / OF_VIDEOS[1]).write_text(json.dumps(said.pop("video")))
             (folder / _PROCESSORS[0]).write_text(json.dumps(said))
+            if written is not None and "processor" in written:
+                (folder / _PROCESSORS[1]).write_text(json.dumps(written["processor"]))
+                written = None
         if not any((folder / name).is_file() for name in _PROCESSORS):
             return _without(model, f"there is no preprocessor_config.json in {folder}")
         try:
-            encoder = _opened(config, folder, model, written, names)
+            texts = tokenizer_of(folder, checkpoint)
+            encoder = _opened(config, folder, model, (written, texts), names)
             if not isinstance(model, Decoder) and (encoder.together or encoder.added):
                 raise CheckpointError(
                     "its language model runs through transformers' modules, in which tokens of "
@@ -146,12 +155,13 @@ def _opened(
     config: Mapping[str, Any],
     folder: Path,
     model: Model,
-    written: Mapping[str, Any] | None,
+    writing: tuple[Mapping[str, Any] | None, Callable[[], Any] | None],
     names: Collection[str],
 ) -> Encoder:
     """The encoder of a model.
 
-    written   says which tokens stand for an image, where no processor of text does
+    writing   says which tokens stand for an image, where no processor of text does; and opens the
+              tokenizer for one
     names     of the checkpoint's tensors
     Raises errors of many kinds where configurations are not what they should be.
     """
@@ -160,6 +170,7 @@ def _opened(
     from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
+    written, texts = writing
     whole, kind = module_tree.read(config), config["model_type"]
     tree = module_tree.build(
         whole, config["architectures"][0], model.dtype, by_name=False, listed=False
@@ -173,7 +184,7 @@ def _opened(
         raise CheckpointError("its config.json names no token that stands for images")
     if kind not in _OF_GRIDS + _PLAIN + _REPLACING:
         check_replaces(tree.model, text, token)
-    if whole.vision_config.model_type == "clip_vision_model" and kind in _PLAIN:
+    if whole.vision_config.model_type == "clip_vision_model" and kind in _OF_LAYERS:
         clip: Any = tree.model.base_model.vision_tower
         if not any("post_layernorm" in name for name in names):
             clip.post_layernorm = torch.nn.Identity()  # makes what LLaVA does not read
@@ -185,22 +196,39 @@ def _opened(
     if grid or (kind in _PLAIN and whole.vision_config.model_type != ROWS):
         processing = Processing(processor, token, token)
         sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
-        encoder = Encoder(tower, processing, sizes, axes=axes, added=_added(whole) > 0)
+        encoder = Encoder(
+            tower, processing, sizes, axes=axes, added=_added(whole) > 0,
+            videos=_videos(whole, folder, token, texts),
+        )  # fmt: skip
         _check_processor(encoder, whole.vision_config, grid=grid)
     else:
         processing = (
-            with_text(whole, folder, token, processor)
+            with_text(whole, folder, token, processor, texts)
             if written is None
             else from_file(whole, token, processor, written)
         )
         sizes = _probed_sizes(whole, processing)
-        encoder = Encoder(tower, processing, sizes, axes=axes, together=_together(whole))
+        encoder = Encoder(
+            tower, processing, sizes, axes=axes, together=_together(whole),
+            videos=_videos(whole, folder, token, texts),
+        )  # fmt: skip
     made = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs
     if absent := [name for name in tower.needs if name not in made]:
         raise CheckpointError(
             f"its tower takes {absent[0]}, which its image processor makes none of"
         )
     return encoder
+
+
+def _videos(
+    config: Any, folder: Path, token: int, tokenizer: Callable[[], Any] | None
+) -> VideoProcessing | str:
+    """What prepares videos, or why nothing does."""
+    try:
+        return video_processing(config, folder, token, tokenizer)
+    except _WRONG as error:
+        logger.debug("videos cannot be encoded", exc_info=error)
+        return f"{error if isinstance(error, LookupError | ValueError) else _said(error)}"
 
 
 def _together(config: Any) -> bool:

@@ -1,11 +1,14 @@
 """Images as a tower takes them, and what is written in a prompt in the place of each."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
+from hmt.contracts.checkpoint import Checkpoint
+from hmt.text import Tokenizer
 from hmt.text.small_file import read_object
 
 ROWS: Final = "pixtral"  # the tower whose rows have a token behind them
@@ -97,17 +100,17 @@ class WithTokens(Processing):
 
 
 class WithText(Processing):
-    """transformers' processor of the model writes a text, in the tokens of its tokenizer."""
+    """transformers' processor of the model writes a text, in the tokens of its `tokenizer`."""
 
     def __init__(self, processor: Any, token: int) -> None:
         """Raises ValueError where a prompt cannot say where an image is."""
-        self._tokenizer = processor.tokenizer
+        self.tokenizer = processor.tokenizer
         self._place: str = getattr(processor, "image_placeholder_token", processor.image_token)
         mark = self._tokens(self._place)
         if len(mark) != 1:
             raise ValueError(f"its mark of images is {len(mark)} tokens")
         super().__init__(processor, mark[0], token)
-        self._added = set(self._tokenizer.added_tokens_decoder)
+        self._added = set(self.tokenizer.added_tokens_decoder)
 
     def made(self, pixels: Tensor) -> Mapping[str, Any]:
         """See Processing."""
@@ -138,13 +141,13 @@ class WithText(Processing):
         begin = next((n for n, t in enumerate(right) if t in self._added), len(right))
         tail, head = list(left[len(left) - end :]), list(right[:begin])
         if tail and head:
-            words = [self._tokenizer.decode(part) for part in (tail, head)]
+            words = [self.tokenizer.decode(part) for part in (tail, head)]
             if [self._tokens(part) for part in words] == [tail, head]:
                 tail, head = self._tokens("".join(words)), []
         return [*left[: len(left) - end], *tail, *head, *right[begin:]]
 
     def _tokens(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer.ids(text)
+        found: list[int] = self.tokenizer.ids(text)
         return found
 
 
@@ -166,12 +169,35 @@ def writes_text(kind: str) -> bool:
     return kind in PROCESSOR_MAPPING_NAMES
 
 
-def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
+def tokenizer_of(folder: Path, checkpoint: Checkpoint) -> Callable[[], Any] | None:
+    """What opens a checkpoint's tokenizer for processors, once, when it is first called.
+
+    folder   that has its tokenizer.json, unless a GGUF file says what would be in it
+    None where there is neither.
+    """
+    from hmt.models.vision import tokenizing
+
+    said, path = checkpoint.vocabulary, checkpoint.path
+    if said is not None:
+        return cache(lambda: tokenizing.ProcessorTokenizer(Tokenizer.of_gguf(path, said)))
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return cache(lambda: tokenizing.opened(folder))
+
+
+def with_text(
+    config: Any,
+    folder: Path,
+    token: int,
+    images: Any,
+    tokenizer: Callable[[], Any] | None = None,
+) -> Processing:
     """As transformers' processor of a type does it.
 
     config   transformers', of the whole model
     token    that stands for one row of features
     images   its image processor
+    tokenizer   gives a ProcessorTokenizer; None: of the tokenizer.json in `folder`
     Raises errors of many kinds where files are not what they should be.
     """
     import transformers  # it takes a second
@@ -182,16 +208,16 @@ def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
         raise LookupError(f"transformers has no processor for {config.model_type}")
     from hmt.models.vision import tokenizing
 
-    tokenizer = tokenizing.opened(folder)
+    reading = tokenizing.opened(folder) if tokenizer is None else tokenizer()
     # Pixtral 12B is of type llava.  PixtralProcessor needs torchvision, if only to be imported.
     if config.vision_config.model_type == ROWS:
-        known: Any = tokenizer  # by its hints it returns other types
+        known: Any = reading  # by its hints it returns other types
         between, last = known.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])
-        if {between, last} & {None, tokenizer.unk_token_id}:
+        if {between, last} & {None, reading.unk_token_id}:
             raise LookupError("its tokenizer has no [IMG_BREAK] and [IMG_END]")
         return WithRows(images, token, _side(config), (between, last))
     kind = getattr(transformers, name)
-    return WithText(_processor(kind, folder, images, tokenizer), token)
+    return WithText(_processor(kind, folder, images, reading), token)
 
 
 def _side(config: Any) -> int:

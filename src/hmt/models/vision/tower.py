@@ -44,6 +44,7 @@ class Tower:
         base = model.base_model  # whose parameters are named; others pass them on
         whole = base if hasattr(base, "get_image_features") else model
         self._features = whole.get_image_features
+        self._video_features = getattr(whole, "get_video_features", None)
         self._text = text
         self._width = model.config.get_text_config().hidden_size
         for module in model.modules():
@@ -85,7 +86,7 @@ class Tower:
     def features(
         self, inputs: Mapping[str, Tensor], weights: Weights, tokens: int
     ) -> ImageFeatures:
-        """Features of one image, in host memory.
+        """Features of one image or video, in host memory.
 
         Raises RequestError where these are not `tokens` rows.
         """
@@ -100,7 +101,10 @@ class Tower:
                 after.enter_context(_exact_convolutions())
                 self._with_buffers(where, after)
             after.enter_context(in_context(CallContext(weights)))
-            out = self._features(**given, return_dict=True)
+            of_video = "pixel_values_videos" in given
+            asked = self._video_features if of_video else self._features
+            assert asked is not None
+            out = asked(**given, return_dict=True)
         rows = _rows(out.pooler_output)
         if len(rows) != tokens:
             raise RequestError(

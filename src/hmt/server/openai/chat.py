@@ -44,6 +44,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
         tools=tools,
         forced=body.forced,
         images=[image for message in body.messages for image in message.images],
+        videos=[video for message in body.messages for video in message.videos],
         thought=thinking(
             tokenizer,
             effort=body.reasoning_effort,

@@ -19,7 +19,7 @@ class ChatTurn:
 
     messages   as chat templates take them; `param` is the parameter that had them
     tools      that may be called, in OpenAI's form; `forced` those of which one must be
-    images     of the messages, in order
+    images     of the messages, in order; videos likewise
     variables  that the template may read
     goes_on    whether the answer continues the last message
     several    whether one answer may have several calls
@@ -30,6 +30,7 @@ class ChatTurn:
     tools: list[dict[str, Any]] = field(default_factory=list)
     forced: list[dict[str, Any]] = field(default_factory=list)
     images: Sequence[bytes | RemoteImage] = ()
+    videos: Sequence[bytes | tuple[bytes, ...]] = ()
     thought: Thinking = field(default_factory=Thinking)
     variables: dict[str, Any] = field(default_factory=dict)
     goes_on: bool = False
@@ -46,7 +47,9 @@ async def begin_chat(
     tokenizer = service.model.tokenizer
     style = style_of(tokenizer) if turn.tools else None
     images = await service.files_of(turn.images, receive)
-    asked = replace(asked, reasoning_tokens=turn.thought.limit, images=images)
+    asked = replace(
+        asked, reasoning_tokens=turn.thought.limit, images=images, videos=tuple(turn.videos)
+    )
     bare = asked.grammar is not None and not turn.forced
     if style is not None and turn.forced:
         form = form_of_calls(style, turn.forced, tokenizer)
@@ -55,6 +58,7 @@ async def begin_chat(
 
     def encode() -> list[list[int]]:
         service.model.check_images(len(images))
+        service.model.check_videos(len(turn.videos))
         prompts.append(
             tokenizer.chat_prompt(
                 list(turn.messages),

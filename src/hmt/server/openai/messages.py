@@ -8,7 +8,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from hmt.server.fields import Fields, wrong
-from hmt.server.images import RemoteImage, content_of, file_of_url
+from hmt.server.images import RemoteImage, content_of, file_of_url, video_of_url
 from hmt.server.openai.unused import MESSAGE_IGNORED, MESSAGE_REFUSED
 
 # Of chat_template_kwargs: what the request says elsewhere.
@@ -26,8 +26,16 @@ class ImageUrl(Fields):
     url: str
 
 
+class VideoUrl(Fields):
+    """A video, as a data URL: vLLM's field."""
+
+    IGNORED = {"fps": "a file says how fast its frames follow each other"}  # noqa: RUF012
+
+    url: str
+
+
 class Part(Fields):
-    """A part of a message's content: text, an image, or an earlier answer's refusal to answer."""
+    """A part of a message's content: text, image, video, or an earlier answer's refusal."""
 
     IGNORED = {  # noqa: RUF012
         "cache_control": "prompts are cached as --prefix-cache says",
@@ -35,11 +43,13 @@ class Part(Fields):
         "annotations": "tells of an answer what its text already has",
     }
 
-    type: Literal["text", "refusal", "image_url"]
+    type: Literal["text", "refusal", "image_url", "video_url"]
     text: str | None = None
     refusal: str | None = None
     image_url: ImageUrl | str | None = None
+    video_url: VideoUrl | str | None = None
     _file: bytes | RemoteImage | None = PrivateAttr(None)
+    _video: bytes | tuple[bytes, ...] | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
@@ -49,12 +59,26 @@ class Part(Fields):
             url = self.image_url if isinstance(self.image_url, str) else self.image_url.url
             self._file = file_of_url(url, "image_url")
             self.image_url = None  # megabytes that are not read again
+        if self.type == "video_url" and self.video_url is not None:
+            url = self.video_url if isinstance(self.video_url, str) else self.video_url.url
+            self._video = video_of_url(url, "video_url")
+            self.video_url = None
         return self
 
     @property
     def image(self) -> bytes | RemoteImage | None:
         """The file of an image; None of other parts."""
         return self._file
+
+    @property
+    def video(self) -> bytes | tuple[bytes, ...] | None:
+        """The file of a video, or those of its frames; None of other parts."""
+        return self._video
+
+    @property
+    def shows(self) -> str:
+        """What chat templates call it: "image" or "video"; "" of text."""
+        return "image" if self._file is not None else "video" if self._video is not None else ""
 
     @property
     def said(self) -> str:
@@ -118,8 +142,9 @@ class Message(Fields):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         spoken = ("tool_calls", "function_call", "reasoning_content", "reasoning", "refusal")
-        if self.images and self.role != "user":
-            raise wrong("content", f"images come from the user, and this is the {self.role}")
+        for kind, shown in (("images", self.images), ("videos", self.videos)):
+            if shown and self.role != "user":
+                raise wrong("content", f"{kind} come from the user, and this is the {self.role}")
         if self.role == "assistant":
             return self  # an answer may have been empty
         for name in spoken:
@@ -141,12 +166,20 @@ class Message(Fields):
         parts = self.content if isinstance(self.content, list) else ()
         return [part.image for part in parts if part.image is not None]
 
+    @property
+    def videos(self) -> list[bytes | tuple[bytes, ...]]:
+        """Files of its videos, in order."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.video for part in parts if part.video is not None]
+
     def plain(self) -> dict[str, Any]:
-        """As chat templates take it; in the place of images are parts of type "image"."""
+        """As chat templates take it; images and videos are parts of these types."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         content: str | list[dict[str, Any]] = self.text
-        if isinstance(self.content, list) and self.images:
-            content = content_of([None if p.image is not None else p.said for p in self.content])
+        if isinstance(self.content, list) and (self.images or self.videos):
+            kinds = [part.shows for part in self.content]
+            said = [None if p.shows else p.said for p in self.content]
+            content = content_of(said, [kind for kind in kinds if kind])
         message: dict[str, Any] = {"role": role, "content": content}
         if self.name is not None:
             message["name"] = self.name
