@@ -1,4 +1,4 @@
-"""What mkdocs does besides: README.md is the first page, and links leave the repository's files out.
+"""What mkdocs does besides: README.md is the first page, and links stay on the site.
 
 Pages link to files that are in the repository and not in docs/.  On the site their names are told.
 """
@@ -34,10 +34,7 @@ def _outside(link: re.Match[str]) -> str:
     text, target = link[1], link[2]
     if target.startswith("../"):
         return f"{text} (`{target[3:].partition('#')[0]}` in the repository)"
-    if "://" in target or target.startswith("#") or target.partition("#")[0].endswith(".md"):
-        if not target.startswith(("CONTRIBUTING", "CHANGELOG", "training/", "SECURITY")):
-            return link[0]
-    if "://" in target:
+    path = target.partition("#")[0]
+    if "://" in target or not path or (_ROOT / "docs" / path).exists():
         return link[0]
-    known = (_ROOT / "docs" / target.partition("#")[0]).exists()
-    return link[0] if known else f"{text} (`{target.partition('#')[0]}` in the repository)"
+    return f"{text} (`{path}` in the repository)"
