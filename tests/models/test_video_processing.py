@@ -47,7 +47,7 @@ def square_case(rng: random.Random, kind: str, frames: int) -> tuple[dict[str, A
 def test_frames_are_prepared_as_transformers_does(kind: str) -> None:
     """To the last bit."""
     rng, generator = random.Random(len(kind)), torch.Generator().manual_seed(len(kind))
-    for _ in range(rounds(15)):
+    for _ in range(rounds(9)):
         count, height, width = rng.randrange(2, 60), rng.randrange(5, 90), rng.randrange(5, 90)
         fps = rng.choice([1.0, 2.0, 7.5, 10.0, 29.97, 60.0])
         frames = torch.randint(0, 256, (count, height, width, 3), generator=generator).byte()
