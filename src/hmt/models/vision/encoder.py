@@ -13,6 +13,7 @@ from hmt.contracts.image import ImageFeatures, ImagePrompt, PreparedImage
 from hmt.contracts.step import ImageTokens
 from hmt.contracts.store import Weights
 from hmt.models.vision.decoding import DECODING_BYTES
+from hmt.models.vision.positions import RopeIndex
 from hmt.models.vision.processing import Processing
 
 if TYPE_CHECKING:  # transformers' code takes longer to import than all else, and text needs none
@@ -71,8 +72,8 @@ class TowerSizes:
 class Encoder:
     """Implements ImageEncoder with transformers' modules.
 
-    axes   gives rotary positions of tokens on three axes (M-RoPE, arXiv 2409.12191), as
-           transformers' `get_rope_index`; None: positions have one axis
+    axes   gives rotary positions of tokens on several axes (M-RoPE, arXiv 2409.12191); None:
+           positions have one axis
     together   an image's tokens see each other
     added      features are added behind the language model's first layers, too
     """
@@ -83,7 +84,7 @@ class Encoder:
         processing: Processing,
         sizes: TowerSizes,
         *,
-        axes: Any | None = None,
+        axes: RopeIndex | None = None,
         together: bool = False,
         added: bool = False,
     ) -> None:
@@ -174,15 +175,11 @@ class Encoder:
     ) -> tuple[tuple[int, ...], ...]:
         if self._axes is None:
             return ()
-        kinds = torch.zeros(1, len(tokens), dtype=torch.int32)
+        of_image = torch.zeros(len(tokens), dtype=torch.int32)
         for span in spans:
-            kinds[0, span.offset : span.offset + span.length] = 1
-        found, _ = self._axes(
-            torch.tensor([tokens]),
-            mm_token_type_ids=kinds,
-            image_grid_thw=torch.cat([image.inputs["image_grid_thw"] for image in images]),
-        )
-        return tuple(tuple(axis) for axis in found[:, 0].tolist())
+            of_image[span.offset : span.offset + span.length] = 1
+        grids = torch.cat([image.inputs["image_grid_thw"] for image in images])
+        return tuple(tuple(axis) for axis in self._axes(tokens, of_image, grids).tolist())
 
 
 def _spans(tokens: list[int], token: int, images: list[PreparedImage]) -> Iterator[ImageTokens]:

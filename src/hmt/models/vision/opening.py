@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
 from hmt.models.vision.encoder import Encoder, TowerSizes
 from hmt.models.vision.model import VisionModel
+from hmt.models.vision.positions import RopeIndex
 from hmt.models.vision.processing import (
     ROWS,
     Processing,
@@ -48,6 +49,8 @@ _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of
 _REPLACING: Final = ("gemma3", "gemma4", "idefics3")
 # Towers that make masks.
 _MASKED: Final = (ROWS, "gemma4_vision", "idefics3_vision", "smolvlm_vision")
+_WIDTHS: Final = ("hidden_size", "embed_dim", "mm_embed_dim")
+_PIXELS: Final = ("pixel_values", "pixel_values_local")
 _PROBED: Final = 1536  # pixels in each direction of what stands for the largest image
 IMAGES_REFUSED: Final = "images are refused"  # how the remark begins that says why
 _TOKENS: Final = ("image_token_id", "image_token_index")
@@ -96,11 +99,6 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
             return _without(model, f"there is no preprocessor_config.json in {folder}")
         try:
             encoder = _opened(config, folder, model, written, names)
-            if not isinstance(model, Decoder) and (encoder.together or encoder.added):
-                raise CheckpointError(
-                    "its language model runs through transformers' modules, in which tokens of "
-                    "images see no later ones, and features are added behind no layer"
-                )
         except _WRONG as error:
             logger.debug("images cannot be encoded", exc_info=error)
             return _without(model, f"its encoder of images cannot be made ({_said(error)})")
@@ -157,7 +155,6 @@ def _opened(
     """
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
     from hmt.models.vision import windows
-    from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
     whole, kind = module_tree.read(config), config["model_type"]
@@ -171,21 +168,20 @@ def _opened(
     token = next((number for number in named if isinstance(number, int)), None)
     if path is None or token is None:
         raise CheckpointError("its config.json names no token that stands for images")
-    if kind not in _OF_GRIDS + _PLAIN + _REPLACING:
-        check_replaces(tree.model, text, token)
     if whole.vision_config.model_type == "clip_vision_model" and kind in _PLAIN:
         clip: Any = tree.model.base_model.vision_tower
         if not any("post_layernorm" in name for name in names):
             clip.post_layernorm = torch.nn.Identity()  # makes what LLaVA does not read
-    axes = None if kind in _ONE_AXIS else getattr(tree.model.base_model, "get_rope_index", None)
-    _check_text(model, axes=axes is not None)
+    taken = _taken(model, tree.model, text, kind, token)
+    find = getattr(tree.model.base_model, "get_rope_index", None)
+    axes = None if find is None or not taken.axes else RopeIndex(find)
     tower = Tower(tree.model, path, key_map.find(tree.model))
     processor = _processor(folder)
     grid = kind in _OF_GRIDS or (axes is not None and not writes_text(kind))
     if grid or (kind in _PLAIN and whole.vision_config.model_type != ROWS):
         processing = Processing(processor, token, token)
         sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
-        encoder = Encoder(tower, processing, sizes, axes=axes, added=_added(whole) > 0)
+        encoder = Encoder(tower, processing, sizes, axes=axes, together=taken.together)
         _check_processor(encoder, whole.vision_config, grid=grid)
     else:
         processing = (
@@ -194,7 +190,7 @@ def _opened(
             else from_file(whole, token, processor, written)
         )
         sizes = _probed_sizes(whole, processing)
-        encoder = Encoder(tower, processing, sizes, axes=axes, together=_together(whole))
+        encoder = Encoder(tower, processing, sizes, axes=axes, together=taken.together)
     made = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs
     if absent := [name for name in tower.needs if name not in made]:
         raise CheckpointError(
@@ -203,16 +199,54 @@ def _opened(
     return encoder
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """How a language model takes features.
+
+    axes       of rotary positions; 0: they count tokens
+    together   an image's tokens see each other
+    """
+
+    axes: int = 0
+    together: bool = False
+
+
+def _taken(model: Model, tree: Any, text: Any, kind: str, token: int) -> _Taken:
+    """How `model` takes features where `token` stands.  Raises CheckpointError where it does not.
+
+    tree   transformers' model without numbers, whose language model is `text`
+    """
+    from hmt.models.fallback.whole import WholeForward
+    from hmt.models.vision.observing import axes_of, check_replaces
+
+    if isinstance(model, WholeForward) and model.has_encoder:
+        axes = 0 if kind in _ONE_AXIS else axes_of(tree, token)
+        calls = model.take_images(token, axes)
+        return _Taken(axes, any(calls.masks.values()))
+    axes = 0
+    if kind in _OF_GRIDS:
+        axes = 0 if kind in _ONE_AXIS else 3
+    elif kind not in _PLAIN + _REPLACING:
+        axes = check_replaces(tree, text, token)
+    _check_text(model, axes=axes)
+    if not isinstance(model, Decoder) and (_together(tree.config) or _added(tree.config)):
+        raise CheckpointError(
+            "its language model runs through transformers' modules, in which tokens of "
+            "images see no later ones, and features are added behind no layer"
+        )
+    return _Taken(axes, _together(tree.config))
+
+
 def _together(config: Any) -> bool:
     """Whether an image's tokens see each other."""
     seen = getattr(config.get_text_config(), "use_bidirectional_attention", None)
     return config.model_type == "gemma3" or (config.model_type == "gemma4" and seen == "vision")
 
 
-def _check_text(model: Model, *, axes: bool) -> None:
+def _check_text(model: Model, *, axes: int) -> None:
     """Raise CheckpointError unless features can take the place of a language model's embeddings.
 
-    axes   whether its positions must have three axes
+    axes   that its positions must have; 0: one
     """
     if not isinstance(model, Decoder):
         from hmt.models.fallback.model import Fallback
@@ -296,18 +330,28 @@ def _plain_sizes(config: Any) -> TowerSizes:
 def _probed_sizes(config: Any, processing: Processing) -> TowerSizes:
     """By what the image processor makes of a large image."""
     vision = config.vision_config
-    patch = vision.patch_size if isinstance(vision.patch_size, int) else max(vision.patch_size)
-    wide = getattr(vision, "intermediate_size", None) or 4 * vision.hidden_size
-    kept = getattr(config, "vision_feature_layer", -1) != -1
     made = processing.made(torch.zeros(_PROBED, _PROBED, 3, dtype=torch.uint8))
     if "pixel_values" not in made:
         raise LookupError("its image processor makes no pixel_values")
+    parts = [vision, *(getattr(vision, name) for name in vision.sub_configs)]
+    patch, width = _largest(parts, ("patch_size",)), _largest(parts, _WIDTHS)
+    if not patch or not width:
+        raise LookupError("its config.json does not say how large its encoder is")
+    kept = getattr(config, "vision_feature_layer", -1) != -1
+    pixels = sum(each.numel() for name, each in made.items() if name in _PIXELS)
     return TowerSizes(
-        width=vision.hidden_size,
-        wide=wide,
+        width=width,
+        wide=_largest(parts, ("intermediate_size", "mlp_dim")) or 4 * width,
         out_width=config.get_text_config().hidden_size,
         patch=patch,
-        most_patches=made["pixel_values"].numel() // (3 * patch**2),
-        kept=vision.num_hidden_layers if kept else 0,
+        most_patches=pixels // (3 * patch**2),
+        kept=_largest(parts, ("num_hidden_layers",)) if kept else 0,
         squares=2 if vision.model_type in _MASKED else 0,
     )
+
+
+def _largest(parts: list[Any], names: tuple[str, ...]) -> int:
+    """The largest of the sizes that configurations have by these names; 0 without any."""
+    found = [getattr(part, name, None) for part in parts for name in names]
+    sizes = [max(size) if isinstance(size, list | tuple) else size for size in found if size]
+    return max((int(size) for size in sizes), default=0)

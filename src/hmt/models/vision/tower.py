@@ -99,7 +99,7 @@ class Tower:
             if not backend_on(where).on_host:
                 after.enter_context(_exact_convolutions())
                 self._with_buffers(where, after)
-            after.enter_context(in_context(CallContext(weights)))
+            after.enter_context(in_context(CallContext(weights, place=where)))
             out = self._features(**given, return_dict=True)
         rows = _rows(out.pooler_output)
         if len(rows) != tokens:
