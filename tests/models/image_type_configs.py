@@ -136,6 +136,7 @@ MORE: dict[str, dict[str, Any]] = {
         },
         "image_token_id": IMAGE,
     },
+    "granite_docling": {"vision_config": {"scale_factor": 2}},
     "gemma4_unified": {
         "vision_config": {
             "model_type": "gemma4_unified_vision", "patch_size": 2, "pooling_kernel_size": 2,
@@ -168,7 +169,7 @@ IMAGES: dict[str, dict[str, Any]] = {
     "got_ocr2": {"size": {"height": 1024, "width": 1024}},
     "idefics2": {"size": {"shortest_edge": 16, "longest_edge": 48}, "do_image_splitting": False},
     "idefics3": {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 24}},
-    "llava_next": _POINTS, "llava_next_video": _POINTS, "granite4_vision": _POINTS,
+    "llava_next": _POINTS, "llava_next_video": _POINTS,
     "llava_onevision": _POINTS | {"size": _SQUARE},
     "deepseek_vl": {"min_size": 4}, "deepseek_vl_hybrid": {"min_size": 4, "high_res_size": _SQUARE},
     "minicpmv4_6": {"scale_resolution": 64, "patch_size": PATCH},
@@ -181,6 +182,15 @@ IMAGES: dict[str, dict[str, Any]] = {
         "min_image_tokens": 4, "max_num_patches": 64, "do_image_splitting": False,
     },
     "gemma4": {"patch_size": 2, "max_soft_tokens": 70},
+    "gemma4_unified": {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+    "granite_docling": {"size": _SQUARE, "max_patches": 2},
+    "granite4_vision": _POINTS | {"image_processor_type": "LlavaNextImageProcessor"},
+    "perception_lm": {"tile_size": SIDE, "size": _SQUARE, "max_num_tiles": 4},
+    "gemma3n": {"size": {"height": 64, "width": 64}},
+    "fast_vlm": {
+        "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 64},
+        "crop_size": {"height": 64, "width": 64},
+    },
     "lighton_ocr": {"size": {"longest_edge": 48}, "patch_size": PATCH},
     "mistral3": {"size": {"longest_edge": 48}, "patch_size": PATCH},
     "internvl": {"max_patches": 3, "crop_to_patches": True},
@@ -202,6 +212,8 @@ PROCESSOR: dict[str, dict[str, Any]] = {
     "lighton_ocr": {"patch_size": PATCH, "spatial_merge_size": 2},
     "ovis2": {"image_seq_length": 9}, "paligemma": {"image_seq_length": 36},
     "idefics2": {"image_seq_len": 64},
+    "granite_docling": {"image_seq_len": 9},
+    "perception_lm": {"patch_size": PATCH, "pooling_ratio": 2},
 }  # fmt: skip
 # By type: what a row of features is called, where it is not the tokenizer's image_token.
 ROW: dict[str, str] = {

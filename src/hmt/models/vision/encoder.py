@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # transformers' code takes longer to import than all else, an
 
 _KEPT: Final = 8  # of the largest images, of all requests, that memory is planned for
 _MOST_PATCHES: Final = 1 << 16  # of one image: where attention alone takes minutes
+_PIXELS: Final = ("pixel_values", "pixel_values_local")
 _USUAL_PIXELS: Final = 5 << 18  # of an image of 1024 x 1024, and what resizing adds
 
 
@@ -53,7 +54,7 @@ class TowerSizes:
         grid = inputs.get("image_grid_thw")
         if grid is not None:
             return int(grid.prod())
-        return inputs["pixel_values"].numel() // (3 * self.patch**2)
+        return pixel_count(inputs) // (3 * self.patch**2)
 
     def tokens(self, patches: int) -> int:
         """That stand for an image of so many patches."""
@@ -67,6 +68,11 @@ class TowerSizes:
         pixels = 2 * 3 * self.patch**2
         numbers = patches * ((12 + self.kept) * self.width + 3 * self.wide + pixels)
         return (numbers + self.squares * patches**2) * max(itemsize, 4)
+
+
+def pixel_count(inputs: Mapping[str, Any]) -> int:
+    """Numbers of pixels in what an image processor makes, in tiles of several kinds."""
+    return sum(torch.as_tensor(inputs[name]).numel() for name in _PIXELS if name in inputs)
 
 
 class Encoder:

@@ -1,5 +1,6 @@
 """Whether a model sees images here, and the model that does."""
 
+import copy
 import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.model import Model
 from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
-from hmt.models.vision.encoder import Encoder, TowerSizes
+from hmt.models.vision.encoder import Encoder, TowerSizes, pixel_count
 from hmt.models.vision.model import VisionModel
 from hmt.models.vision.positions import RopeIndex
 from hmt.models.vision.processing import (
@@ -50,11 +51,13 @@ _REPLACING: Final = ("gemma3", "gemma4", "idefics3")
 # Towers that make masks.
 _MASKED: Final = (ROWS, "gemma4_vision", "idefics3_vision", "smolvlm_vision")
 _WIDTHS: Final = ("hidden_size", "embed_dim", "mm_embed_dim")
-_PIXELS: Final = ("pixel_values", "pixel_values_local")
+_OF_TIMM: Final = ("timm_wrapper", "gemma3n_vision")
+_TIMM_PATCH: Final = 16  # pixels in each direction, by which such an encoder's sizes are counted
 _PROBED: Final = 1536  # pixels in each direction of what stands for the largest image
 IMAGES_REFUSED: Final = "images are refused"  # how the remark begins that says why
 _TOKENS: Final = ("image_token_id", "image_token_index")
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
+_LIBRARIES: Final = {"torchvision": "image processor", "timm": "encoder"}
 _MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
 _WRONG: Final = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
@@ -133,10 +136,9 @@ def _without(model: Model, why: str) -> Model:
 def _said(error: BaseException) -> str:
     """Why an encoder cannot be made, and what to install where that is all."""
     said = str(error)
-    if "torchvision" in said.lower() and find_spec("torchvision") is None:
-        return (
-            "its image processor needs torchvision, which is not installed: pip install torchvision"
-        )
+    for name, part in _LIBRARIES.items():
+        if name in said.lower() and find_spec(name) is None:
+            return f"its {part} needs {name}, which is not installed: pip install {name}"
     return f"{said:.200}" if isinstance(error, HMTError) else f"{type(error).__name__}: {said:.200}"
 
 
@@ -175,11 +177,11 @@ def _opened(
     taken = _taken(model, tree.model, text, kind, token)
     find = getattr(tree.model.base_model, "get_rope_index", None)
     axes = None if find is None or not taken.axes else RopeIndex(find)
-    tower = Tower(tree.model, path, key_map.find(tree.model))
     processor = _processor(folder)
     grid = kind in _OF_GRIDS or (axes is not None and not writes_text(kind))
     if grid or (kind in _PLAIN and whole.vision_config.model_type != ROWS):
         processing = Processing(processor, token, token)
+        tower = Tower(tree.model, path, key_map.find(tree.model))
         sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
         encoder = Encoder(tower, processing, sizes, axes=axes, together=taken.together)
         _check_processor(encoder, whole.vision_config, grid=grid)
@@ -189,7 +191,8 @@ def _opened(
             if written is None
             else from_file(whole, token, processor, written)
         )
-        sizes = _probed_sizes(whole, processing)
+        sizes = _probed_sizes(whole, tree.model, processing)
+        tower = Tower(tree.model, path, key_map.find(tree.model))
         encoder = Encoder(tower, processing, sizes, axes=axes, together=taken.together)
     made = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs
     if absent := [name for name in tower.needs if name not in made]:
@@ -327,27 +330,55 @@ def _plain_sizes(config: Any) -> TowerSizes:
     )
 
 
-def _probed_sizes(config: Any, processing: Processing) -> TowerSizes:
-    """By what the image processor makes of a large image."""
+def _probed_sizes(config: Any, tree: Any, processing: Processing) -> TowerSizes:
+    """By what the image processor makes of a large image.
+
+    tree   transformers' model without numbers
+    """
     vision = config.vision_config
     made = processing.made(torch.zeros(_PROBED, _PROBED, 3, dtype=torch.uint8))
     if "pixel_values" not in made:
         raise LookupError("its image processor makes no pixel_values")
+    pixels = pixel_count(made)
+    out_width = config.get_text_config().hidden_size
+    if vision.model_type in _OF_TIMM:
+        return _timm_sizes(tree, made["pixel_values"], out_width)
     parts = [vision, *(getattr(vision, name) for name in vision.sub_configs)]
     patch, width = _largest(parts, ("patch_size",)), _largest(parts, _WIDTHS)
     if not patch or not width:
         raise LookupError("its config.json does not say how large its encoder is")
     kept = getattr(config, "vision_feature_layer", -1) != -1
-    pixels = sum(each.numel() for name, each in made.items() if name in _PIXELS)
     return TowerSizes(
         width=width,
         wide=_largest(parts, ("intermediate_size", "mlp_dim")) or 4 * width,
-        out_width=config.get_text_config().hidden_size,
+        out_width=out_width * (1 + _added(config)),
         patch=patch,
         most_patches=pixels // (3 * patch**2),
         kept=_largest(parts, ("num_hidden_layers",)) if kept else 0,
         squares=2 if vision.model_type in _MASKED else 0,
     )
+
+
+def _timm_sizes(tree: Any, pixels: torch.Tensor, out_width: int) -> TowerSizes:
+    """Of an encoder of timm's, whose configuration says no more than a name: by calling it.
+
+    tree   transformers' model without numbers
+    """
+    encoder = copy.deepcopy(next(m for m in tree.modules() if hasattr(m, "timm_model"))).to("meta")
+    largest = 0
+
+    def called(_: Any, __: Any, out: Any) -> None:
+        nonlocal largest
+        if isinstance(out, torch.Tensor):
+            largest = max(largest, out.numel())
+
+    for module in encoder.modules():
+        module.register_forward_hook(called)
+    encoder.timm_model.forward_features(pixels.to("meta").reshape(-1, *pixels.shape[-3:]))
+    patches = pixels.numel() // (3 * _TIMM_PATCH**2)
+    # A layer's result, what it is made of and one in between take less than 12 of `width`.
+    width = -(-largest // (4 * patches))
+    return TowerSizes(width, 0, out_width, _TIMM_PATCH, patches)
 
 
 def _largest(parts: list[Any], names: tuple[str, ...]) -> int:

@@ -211,9 +211,10 @@ def _processor(kind: Any, folder: Path, images: Any, tokenizer: Any) -> Any:
             raise ValueError(f"{name} of its processor is {value}")
 
     class OfImages(kind):  # type: ignore[misc]
-        """Without the parts for video and sound."""
+        """Without the parts for video and sound, of a text that is an image's place alone."""
 
         check_argument_for_proper_class: Callable[..., None] = lambda *_: None
+        validate_inputs: Callable[..., None] = lambda *_, **__: None
 
     OfImages.__name__ = kind.__name__
     parts = {"image_processor": images, "tokenizer": tokenizer}

@@ -188,7 +188,7 @@ def _inside(module: nn.Module, path: str, text: str) -> Iterator[tuple[str, bool
     holds_text = text.startswith(f"{path}.")
     lists = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
     if not lists and not holds_text:
-        yield path, True
+        yield path, not isinstance(module, nn.Embedding)  # which others may read, as DeepSeek-OCR 2
         return
     if own_params(module):
         yield path, False
