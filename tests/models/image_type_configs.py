@@ -184,6 +184,7 @@ IMAGES: dict[str, dict[str, Any]] = {
     "gemma4": {"patch_size": 2, "max_soft_tokens": 70},
     "gemma4_unified": {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70},
     "granite_docling": {"size": _SQUARE, "max_patches": 2},
+    "deepseek_ocr2": {"size": {"height": 1024, "width": 1024}, "tile_size": 768},
     "granite4_vision": _POINTS | {"image_processor_type": "LlavaNextImageProcessor"},
     "perception_lm": {"tile_size": SIDE, "size": _SQUARE, "max_num_tiles": 4},
     "gemma3n": {"size": {"height": 64, "width": 64}},
@@ -234,3 +235,5 @@ NAMES: dict[str, dict[str, str]] = {
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>"},
 }  # fmt: skip
 NAMES |= {"minicpmv4_7": NAMES["minicpmv4_6"], "minicpm_ocr": NAMES["minicpmv4_6"]}
+# Whose processor batches images of one size only.
+ALIKE = ("perception_lm",)

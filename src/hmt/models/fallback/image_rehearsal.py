@@ -7,7 +7,7 @@ and once in parts that cut an image: both must give the same.
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -54,14 +54,14 @@ class ImageCalls:
     """How a model's forward pass is called where tokens are of images.
 
     form     of features, in _FORMS
-    added    layers behind which features are added, at most; 0: it adds none
+    added    features are added behind layers, too
     masks    by kind of mask, whether tokens of an image see each other there; "" stands for the
              only one; {}: no token sees a later one
     window   of masks called _WINDOWED
     """
 
     form: int
-    added: bool = False
+    added: bool
     masks: Mapping[str, bool] = field(default_factory=dict)
     window: int = 0
 
@@ -112,14 +112,13 @@ def rehearse_images(tree: WholeTree, token: int, axes: int) -> ImageCalls:
         raise CheckpointError("transformers' model takes no features of images by themselves")
     failed: Exception | None = None
     for form in range(len(_FORMS)):
-        for added in (False, True):
-            try:
-                return _tried(tree, ImageCalls(form, added), token, axes)
-            except CheckpointError:
-                raise
-            except Exception as error:  # of transformers' code
-                logger.debug("features are not taken so", exc_info=error)
-                failed = failed or error
+        try:
+            return _tried(tree, ImageCalls(form, added=True), token, axes)
+        except CheckpointError:
+            raise
+        except Exception as error:  # of transformers' code
+            logger.debug("features are not taken so", exc_info=error)
+            failed = failed or error
     raise CheckpointError(f"it does not take features of images ({failed!s:.80})") from failed
 
 
@@ -150,9 +149,16 @@ def _tried(tree: WholeTree, calls: ImageCalls, token: int, axes: int) -> ImageCa
             text = tree.model.config.get_text_config()
             window = int(getattr(text, "sliding_window", None) or 0)
             masks = _masks(tree, types, ids == token, part(calls, rows), axes, window)
-            calls = ImageCalls(calls.form, calls.added, masks, window)
+            calls = replace(calls, masks=masks, window=window)
         whole, _ = run_parts(tree, [range(TOKENS)], Sight(), part(calls, rows), axes)
         other, _ = run_parts(tree, [range(TOKENS)], Sight(), part(calls, rows.flip(0)), axes)
+        try:
+            bare = part(replace(calls, added=False), rows)
+            alone, _ = run_parts(tree, [range(TOKENS)], Sight(), bare, axes)
+            if not differ(whole, alone):
+                calls = replace(calls, added=False)
+        except Exception as error:  # of transformers' code, which wants them
+            logger.debug("features are added behind layers", exc_info=error)
         cut = _UNCUT if any(calls.masks.values()) else PARTS
         parts, _ = run_parts(tree, cut, Sight(), part(calls, rows), axes)
     if not differ(whole[:, _PLACES], other[:, _PLACES]):
