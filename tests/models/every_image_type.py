@@ -18,6 +18,7 @@ import transformers
 from image_type_configs import (
     ADDED,
     ALIKE,
+    AROUND,
     FIRST,
     IMAGES,
     MORE,
@@ -200,11 +201,12 @@ def reference_logits(model: Any, processing: Any, tokens: list[int], images: Any
     known = dict(known) | dict(inspect.signature(model.base_model.forward).parameters)
     inputs = dict(_processed(processing, images))
     ids = torch.tensor([tokens])
+    inputs["attention_mask"] = torch.ones_like(ids)
     if "mm_token_type_ids" in known:
         inputs["mm_token_type_ids"] = (ids == processing.token).int()
     if "token_type_ids" in known:
         inputs["token_type_ids"] = (ids == processing.token).int()
-    names = [n for n in inputs if n in known and n not in ("input_ids", "attention_mask")]
+    names = [n for n in inputs if n in known and n != "input_ids"]
     return model(input_ids=ids, **{n: inputs[n] for n in names}, use_cache=False).logits[0].float()
 
 
@@ -242,11 +244,11 @@ def outcome_of(kind: str, folder: Path) -> Outcome:
             return Outcome(kind, "refused", why)
         pictures = (picture(37, 21), picture(*((37, 21) if kind in ALIKE else (18, 50)), 1))
         try:
-            apart, allowed = _difference(loaded, model, pictures)
+            apart, allowed = _difference(kind, loaded, model, pictures)
             if apart <= allowed:
                 return Outcome(kind, "equal")
             # Some of transformers' towers compute other numbers of several images at once.
-            alone, allowed = _difference(loaded, model, pictures[:1])
+            alone, allowed = _difference(kind, loaded, model, pictures[:1])
         except Exception as error:
             return Outcome(kind, "unbuilt", repr(error)[:300])
     if alone <= allowed:
@@ -254,12 +256,15 @@ def outcome_of(kind: str, folder: Path) -> Outcome:
     return Outcome(kind, "wrong", f"{apart:.1e} apart, {allowed:.1e} allowed")
 
 
-def _difference(loaded: Any, model: Any, images: tuple[Image.Image, ...]) -> tuple[float, float]:
+def _difference(
+    kind: str, loaded: Any, model: Any, images: tuple[Image.Image, ...]
+) -> tuple[float, float]:
     """How far log-probabilities of text and images are apart, and how far they may be."""
     processing = loaded._input._prepared.model.encoder._processing
     prompt = [300, 17]
     for number, _ in enumerate(images):
-        prompt += [processing.mark, 81 + number, 2000]
+        begin, end = ([BEGIN], [END]) if kind in AROUND else ([], [])
+        prompt += [*begin, processing.mark, *end, 81 + number, 2000]
     request = scored_request(prompt, images, max_new_tokens=3)
     answer = loaded.infer(request)
     tokens = [*loaded._input.process(request, None).state.tokens, *answer.token_ids]

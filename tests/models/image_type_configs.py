@@ -136,6 +136,8 @@ MORE: dict[str, dict[str, Any]] = {
         },
         "image_token_id": IMAGE,
     },
+    "qwen2_5_omni_thinker": {"vision_start_token_id": BEGIN},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": BEGIN},
     "granite_docling": {"vision_config": {"scale_factor": 2}},
     "gemma4_unified": {
         "vision_config": {
@@ -237,3 +239,5 @@ NAMES: dict[str, dict[str, str]] = {
 NAMES |= {"minicpmv4_7": NAMES["minicpmv4_6"], "minicpm_ocr": NAMES["minicpmv4_6"]}
 # Whose processor batches images of one size only.
 ALIKE = ("perception_lm",)
+# Whose positions are counted from the token that begins an image.
+AROUND = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")

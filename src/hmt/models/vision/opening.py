@@ -42,6 +42,8 @@ _OF_GRIDS: Final = (
     "glm4v",
     "glm4v_moe",
     "glm46v",
+    "qwen2_5_omni_thinker",
+    "qwen3_omni_moe_thinker",
 )
 _ONE_AXIS: Final = ("exaone4_5",)  # of them, whose tokens of images have places as those of text
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size

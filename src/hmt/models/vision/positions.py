@@ -33,9 +33,10 @@ class RopeIndex:
         grids      int64 [images, 3]: patches in time, height and width
         Raises RequestError for tokens among which images cannot stand.
         """
-        kinds = {_KINDS: of_image[None]} if self._kinds else {}
+        ids = torch.tensor([tokens])
+        more = {_KINDS: of_image[None]} if self._kinds else {"attention_mask": torch.ones_like(ids)}
         try:
-            found, _ = self._find(torch.tensor([tokens]), image_grid_thw=grids, **kinds)
+            found, _ = self._find(ids, image_grid_thw=grids, **more)
             positions: Tensor = found[:, 0].long()
         except Exception as error:  # of transformers' code, by tokens that it looks for
             raise RequestError(
