@@ -206,6 +206,9 @@ def reference_logits(model: Any, processing: Any, tokens: list[int], images: Any
         inputs["mm_token_type_ids"] = (ids == processing.token).int()
     if "token_type_ids" in known:
         inputs["token_type_ids"] = (ids == processing.token).int()
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            inputs[name] = value.float()
     names = [n for n in inputs if n in known and n != "input_ids"]
     return model(input_ids=ids, **{n: inputs[n] for n in names}, use_cache=False).logits[0].float()
 

@@ -19,6 +19,7 @@ ADDED = (
     "<patch_newline>", "TILE_GLOBAL", "TILE_1", "TILE_2", "<racm3:break>", "<eoss>", "<video>",
     "<slice>", "</slice>", "<image_id>", "</image_id>", "<frame_start>", "<im_col>",
     "<low_res_im_start>",
+    "<IMG_START>", "<IMG_ATOM>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>",
     "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>", "]<]image[>[",
     "]<]video[>[",
 )  # fmt: skip
@@ -136,6 +137,11 @@ MORE: dict[str, dict[str, Any]] = {
         },
         "image_token_id": IMAGE,
     },
+    "ovis2": {
+        "visual_indicator_token_ids": [
+            FIRST + ADDED.index(f"<IMG_{name}>") for name in ("START", "GRID", "COL", "ROW", "END")
+        ],
+    },
     "qwen2_5_omni_thinker": {"vision_start_token_id": BEGIN},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": BEGIN},
     "granite_docling": {"vision_config": {"scale_factor": 2}},
@@ -213,14 +219,14 @@ PROCESSOR: dict[str, dict[str, Any]] = {
     "vipllava": _LLAVA, "video_llava": _LLAVA,
     "llava_onevision": {"num_image_tokens": 36, "vision_aspect_ratio": "anyres_max_9"} | _FULL,
     "lighton_ocr": {"patch_size": PATCH, "spatial_merge_size": 2},
-    "ovis2": {"image_seq_length": 9}, "paligemma": {"image_seq_length": 36},
+    "ovis2": {"image_seq_length": 36}, "paligemma": {"image_seq_length": 36},
     "idefics2": {"image_seq_len": 64},
     "granite_docling": {"image_seq_len": 9},
     "perception_lm": {"patch_size": PATCH, "pooling_ratio": 2},
 }  # fmt: skip
 # By type: what a row of features is called, where it is not the tokenizer's image_token.
 ROW: dict[str, str] = {
-    "aya_vision": "<|IMG_PATCH|>", "got_ocr2": "<imgpad>", "ovis2": "<image>",
+    "aya_vision": "<|IMG_PATCH|>", "got_ocr2": "<imgpad>", "ovis2": "<IMG_ATOM>",
     "idefics3": "<image>", "pp_chart2table": "<imgpad>", "cohere_compass": "<|IMAGE_PAD|>",
     "dots3_note": "<|imgpad|>",
     "muse_glimmer": "<|patch|>", "step3p7": "<im_patch>", "minimax_m3_vl": "]<]image[>[",

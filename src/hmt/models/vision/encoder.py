@@ -1,7 +1,7 @@
 """An image encoder: image processor, tower, and what stands for images in prompts."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -128,7 +128,7 @@ class Encoder:
                 f"an image becomes {patches} patches; the most is {_MOST_PATCHES}: make it smaller"
             )
         written = self._processing.written(made, self._sizes.tokens(patches))
-        tokens = written.count(self._processing.token)
+        tokens = sum(token in self._processing.tokens for token in written)
         itemsize = inputs["pixel_values"].itemsize
         return PreparedImage(
             key=self._key(pixels),
@@ -164,11 +164,11 @@ class Encoder:
         for place, end, image in zip(places, [*places[1:], len(tokens)], images, strict=True):
             whole = held.joined(whole, image.written)
             whole = held.joined(whole, tokens[place + 1 : end])
-        if whole.count(held.token) != sum(image.tokens for image in images):
+        if sum(token in held.tokens for token in whole) != sum(image.tokens for image in images):
             raise RequestError(
-                f"the prompt has tokens {held.token} besides those of its images: leave them out"
+                f"the prompt has tokens {sorted(held.tokens)} besides those of its images: leave them out"
             )
-        spans = tuple(_spans(whole, held.token, images))
+        spans = tuple(_spans(whole, held.tokens, images))
         blocks = tuple((s.offset, s.offset + s.length) for s in spans) if self.together else ()
         return ImagePrompt(whole, spans, self._positions(whole, spans, images), blocks)
 
@@ -188,9 +188,11 @@ class Encoder:
         return tuple(tuple(axis) for axis in self._axes(tokens, of_image, grids).tolist())
 
 
-def _spans(tokens: list[int], token: int, images: list[PreparedImage]) -> Iterator[ImageTokens]:
-    """Runs of `token`, which stands for rows of the images' features in turn."""
-    places = [number for number, one in enumerate(tokens) if one == token]
+def _spans(
+    tokens: list[int], rows: Set[int], images: list[PreparedImage]
+) -> Iterator[ImageTokens]:
+    """Runs of tokens of `rows`, which stand for rows of the images' features in turn."""
+    places = [number for number, one in enumerate(tokens) if one in rows]
     for image in images:
         own, places = places[: image.tokens], places[image.tokens :]
         first = 0

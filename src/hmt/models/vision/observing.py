@@ -1,6 +1,7 @@
 """What transformers' model does with features of images, seen by calling it without numbers."""
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from hmt.base.errors import CheckpointError, RequestError
 from hmt.models.vision.positions import RopeIndex
+from hmt.models.vision.written_rows import Called, PlainTable, stopped_at
 
 # Rows that may stand for a grid of 2 x 2 tokens: with some models a row has one more, an image two.
 _ROWS = (4, 6, 8)
@@ -18,18 +20,18 @@ _HARMLESS = ("use_cache", "return_dict", "past_key_values", "cache", "logits_to_
 _AXES = (3, 4)
 
 
-class _Called(Exception):
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
+class FeaturesError(CheckpointError):
+    """A model's forward pass asks its encoder for more than features."""
 
 
-class _Embedding(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1, width), requires_grad=False)
+class _Made(BaseModelOutputWithPooling):  # type: ignore[misc]
+    """What an encoder returns; by names that are unknown here, rows that no image has."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return ids[..., None].float().expand(*ids.shape, self.weight.shape[1]) + 0.5
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        width = self["last_hidden_state"].shape[-1]
+        return torch.arange(64 * width, dtype=torch.float32).view(64, width) - 2e6
 
 
 def check_replaces(model: Any, text: Any, token: int) -> int:
@@ -47,19 +49,12 @@ def check_replaces(model: Any, text: Any, token: int) -> int:
     width = model.config.get_text_config().hidden_size
     ids, positions, grid = _sample(model, base, token)
     given, features = _answer(base, text, _inputs(base, ids, token, grid), ids, token, width)
-    wanted = _Embedding(width)(ids)[0]
+    wanted = PlainTable(width)(ids)[0]
     wanted[ids[0] == token] = features
     found = given.pop("inputs_embeds", None)
     if found is None or found.shape[1:] != wanted.shape or not torch.equal(found[0], wanted):
         raise CheckpointError("its language model is given other numbers than features")
-    for name, value in given.items():
-        if value is None or value is False or name in _HARMLESS or name.startswith("output_"):
-            continue
-        if name in ("position_ids", "cache_position") and torch.equal(value.squeeze(), positions):
-            continue
-        if name == "attention_mask" and _is_causal(value):
-            continue
-        raise CheckpointError(f"its language model is also given {name}")
+    _check_others(given, positions)
     if positions.dim() > 1 and "position_ids" not in given:
         raise CheckpointError("its language model is not given the positions of its tokens")
     return len(positions) if positions.dim() > 1 else 0
@@ -125,12 +120,13 @@ def _answer(
     failed: Exception | None = None
     for form in forms:
         try:
-            return _given(base, text, inputs, form, width), features
+            made = BaseModelOutputWithPooling(pooler_output=form)
+            return _given(base, text, inputs, made, width), features
         except CheckpointError:
             raise
         except Exception as error:  # of transformers' code
             failed = error
-    raise CheckpointError(
+    raise FeaturesError(
         f"it takes more than pixels and features to be called ({failed!s:.80})"
     ) from failed
 
@@ -147,28 +143,75 @@ def _is_causal(mask: Any) -> bool:
     return True
 
 
-def _given(
-    base: Any, text: Any, inputs: dict[str, Tensor], features: Any, width: int
-) -> dict[str, Any]:
-    """What `text` is called with where an image has `features`."""
-    out = BaseModelOutputWithPooling(pooler_output=features)
+def tokens_written(model: Any, text: Any, token: int) -> frozenset[int]:
+    """Tokens in whose place a model writes what it makes of images, `token` among them.
 
-    def record(*args: Any, **kwargs: Any) -> None:
-        raise _Called(
-            dict(zip(inspect.signature(type(text).forward).parameters, args, strict=False)) | kwargs
-        )
+    It is called with an encoder whose result is known, and linear layers behind that which make
+    known numbers.  Raises CheckpointError where it changes anything else, or nothing.
 
-    table = text.get_input_embeddings()
-    text.set_input_embeddings(_Embedding(width))
-    base.get_image_features = lambda *_, **__: out
-    text.forward = record
+    model   as `check_replaces` takes it
+    """
+    base, width = model.base_model, model.config.get_text_config().hidden_size
+    lists = [v for name, v in model.config.to_dict().items() if name.endswith("token_ids")]
+    others = [n for each in lists if isinstance(each, list) for n in each if isinstance(n, int)]
+    ids = torch.tensor([[2, *others, *[token] * _ROWS[0], 3]])
+    features = torch.arange(_ROWS[0] * width, dtype=torch.float32).view(1, -1, width) - 1e6
+    made = _Made(pooler_output=features, last_hidden_state=features)
+    inside = {id(module) for module in text.modules()}
+    linear = [m for m in base.modules() if isinstance(m, nn.Linear) and id(m) not in inside]
+    for module in linear:
+        module.forward = partial(_known, module.out_features)  # type: ignore[method-assign]
     try:
-        base(**inputs)
-    except _Called as called:
+        given = _given(base, text, _inputs(base, ids, token, None), made, width)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of transformers' code
+        raise CheckpointError(
+            f"it takes more than pixels and features to be called ({error!s:.80})"
+        ) from error
+    finally:
+        for module in linear:
+            del module.forward
+    found = given.pop("inputs_embeds", None)
+    plain = PlainTable(width)(ids)
+    if found is None or found.shape != plain.shape:
+        raise CheckpointError("its language model is not given embeddings")
+    _check_others(given, torch.arange(ids.shape[1]))
+    changed = (found != plain).any(-1)[0]
+    written = frozenset(ids[0][changed].tolist())
+    if token not in written or not written <= {token, *others}:
+        raise CheckpointError("its language model is given other numbers than features")
+    return written
+
+
+def _known(width: int, x: Tensor) -> Tensor:
+    return x[..., :1].float().expand(*x.shape[:-1], width)
+
+
+def _check_others(given: dict[str, Any], positions: Tensor) -> None:
+    """Raise CheckpointError for what a language model is given besides embeddings."""
+    for name, value in given.items():
+        if value is None or value is False or name in _HARMLESS or name.startswith("output_"):
+            continue
+        if name in ("position_ids", "cache_position") and torch.equal(value.squeeze(), positions):
+            continue
+        if name == "attention_mask" and _is_causal(value):
+            continue
+        raise CheckpointError(f"its language model is also given {name}")
+
+
+def _given(
+    base: Any, text: Any, inputs: dict[str, Tensor], made: Any, width: int
+) -> dict[str, Any]:
+    """What `text` is called with where the encoder returns `made`."""
+    base.get_image_features = lambda *_, **__: made
+    try:
+        with stopped_at(text, PlainTable(width)):
+            base(**inputs)
+    except Called as called:
         return called.given
     finally:
-        del text.forward, base.get_image_features
-        text.set_input_embeddings(table)
+        del base.get_image_features
         if hasattr(base, "rope_deltas"):
             base.rope_deltas = None
     raise CheckpointError("its language model is not called")

@@ -194,7 +194,8 @@ def _opened(
             else from_file(whole, token, processor, written)
         )
         sizes = _probed_sizes(whole, tree.model, processing)
-        tower = Tower(tree.model, path, key_map.find(tree.model))
+        tower = Tower(tree.model, path, key_map.find(tree.model), taken.written)
+        processing.tokens |= taken.written
         encoder = Encoder(tower, processing, sizes, axes=axes, together=taken.together)
     made = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs
     if absent := [name for name in tower.needs if name not in made]:
@@ -210,10 +211,12 @@ class _Taken:
 
     axes       of rotary positions; 0: they count tokens
     together   an image's tokens see each other
+    written    tokens that its forward pass writes features for by itself; (): its encoder does
     """
 
     axes: int = 0
     together: bool = False
+    written: frozenset[int] = frozenset()
 
 
 def _taken(model: Model, tree: Any, text: Any, kind: str, token: int) -> _Taken:
@@ -222,24 +225,32 @@ def _taken(model: Model, tree: Any, text: Any, kind: str, token: int) -> _Taken:
     tree   transformers' model without numbers, whose language model is `text`
     """
     from hmt.models.fallback.whole import WholeForward
-    from hmt.models.vision.observing import axes_of, check_replaces
+    from hmt.models.vision.observing import (
+        FeaturesError,
+        axes_of,
+        check_replaces,
+        tokens_written,
+    )
 
     if isinstance(model, WholeForward) and model.has_encoder:
         axes = 0 if kind in _ONE_AXIS else axes_of(tree, token)
         calls = model.take_images(token, axes)
         return _Taken(axes, any(calls.masks.values()))
-    axes = 0
+    axes, written = 0, frozenset[int]()
     if kind in _OF_GRIDS:
         axes = 0 if kind in _ONE_AXIS else 3
     elif kind not in _PLAIN + _REPLACING:
-        axes = check_replaces(tree, text, token)
+        try:
+            axes = check_replaces(tree, text, token)
+        except FeaturesError:
+            written = tokens_written(tree, text, token)
     _check_text(model, axes=axes)
     if not isinstance(model, Decoder) and (_together(tree.config) or _added(tree.config)):
         raise CheckpointError(
             "its language model runs through transformers' modules, in which tokens of "
             "images see no later ones, and features are added behind no layer"
         )
-    return _Taken(axes, _together(tree.config))
+    return _Taken(axes, _together(tree.config), written)
 
 
 def _together(config: Any) -> bool:

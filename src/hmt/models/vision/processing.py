@@ -17,12 +17,14 @@ class Processing:
 
     mark    token that stands for an image in a prompt as it is given
     token   that stands for one row of its features
+    tokens  all that stand for any
     """
 
     def __init__(self, processor: Any, mark: int, token: int) -> None:
         self._processor = processor
         self.mark = mark
         self.token = token
+        self.tokens = frozenset([token])
 
     @property
     def described(self) -> bytes:
