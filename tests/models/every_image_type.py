@@ -210,7 +210,16 @@ def reference_logits(model: Any, processing: Any, tokens: list[int], images: Any
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             inputs[name] = value.float()
     names = [n for n in inputs if n in known and n != "input_ids"]
-    return model(input_ids=ids, **{n: inputs[n] for n in names}, use_cache=False).logits[0].float()
+    seen: list[Any] = []
+    hook = model.get_decoder().register_forward_hook(lambda *called: seen.append(called[2]))
+    try:
+        out = model(input_ids=ids, **{n: inputs[n] for n in names}, use_cache=False)
+    except AttributeError:  # Llama 4's, behind its language model
+        out = seen[0]
+    finally:
+        hook.remove()
+    logits: torch.Tensor = out.logits[0].float()
+    return logits
 
 
 def _processed(processing: Any, images: list[Image.Image]) -> Any:

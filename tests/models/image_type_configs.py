@@ -137,6 +137,12 @@ MORE: dict[str, dict[str, Any]] = {
         },
         "image_token_id": IMAGE,
     },
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "gemma3n": {"vision_config": {"model_args": {"channel_multiplier": 0.25}}},
+    "llama4": {"vision_config": {
+        "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32,
+        "vision_output_dim": 32,
+    }},
     "ovis2": {
         "visual_indicator_token_ids": [
             FIRST + ADDED.index(f"<IMG_{name}>") for name in ("START", "GRID", "COL", "ROW", "END")
@@ -222,6 +228,7 @@ PROCESSOR: dict[str, dict[str, Any]] = {
     "ovis2": {"image_seq_length": 36}, "paligemma": {"image_seq_length": 36},
     "idefics2": {"image_seq_len": 64},
     "granite_docling": {"image_seq_len": 9},
+    "llama4": {"patch_size": PATCH, "pixel_shuffle_ratio": 0.5},
     "perception_lm": {"patch_size": PATCH, "pooling_ratio": 2},
 }  # fmt: skip
 # By type: what a row of features is called, where it is not the tokenizer's image_token.

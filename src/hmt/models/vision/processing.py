@@ -9,6 +9,7 @@ from torch import Tensor
 from hmt.text.small_file import read_object
 
 ROWS: Final = "pixtral"  # the tower whose rows have a token behind them
+_NAMING: Final = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _MOST: Final = 1 << 20  # of a number in a processor's file, which strings are repeated by
 
 
@@ -168,6 +169,22 @@ def writes_text(kind: str) -> bool:
     return kind in PROCESSOR_MAPPING_NAMES
 
 
+def _class_of(kind: str, folder: Path) -> Any:
+    """transformers' processor for models of a type, or the one that the model's files name."""
+    import transformers  # it takes a second
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = PROCESSOR_MAPPING_NAMES.get(kind)
+    for file in _NAMING if name is None else ():
+        named = read_object(folder / file).get("processor_class")
+        if named in PROCESSOR_MAPPING_NAMES.values():
+            name = named
+            break
+    if name is None:
+        raise LookupError(f"transformers has no processor for {kind}, and its files name none")
+    return getattr(transformers, name)
+
+
 def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
     """As transformers' processor of a type does it.
 
@@ -176,12 +193,6 @@ def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
     images   its image processor
     Raises errors of many kinds where files are not what they should be.
     """
-    import transformers  # it takes a second
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    if name is None:
-        raise LookupError(f"transformers has no processor for {config.model_type}")
     from hmt.models.vision import tokenizing
 
     tokenizer = tokenizing.opened(folder)
@@ -192,7 +203,7 @@ def with_text(config: Any, folder: Path, token: int, images: Any) -> Processing:
         if {between, last} & {None, tokenizer.unk_token_id}:
             raise LookupError("its tokenizer has no [IMG_BREAK] and [IMG_END]")
         return WithRows(images, token, _side(config), (between, last))
-    kind = getattr(transformers, name)
+    kind = _class_of(config.model_type, folder)
     return WithText(_processor(kind, folder, images, tokenizer), token)
 
 
