@@ -138,7 +138,7 @@ MORE: dict[str, dict[str, Any]] = {
         "image_token_id": IMAGE,
     },
     "step3p7": {"text_config": {"sliding_window": 8}},
-    "gemma3n": {"vision_config": {"model_args": {"channel_multiplier": 0.25}}},
+    "gemma3n": {"vision_config": {"hidden_size": 2048, "model_args": {"channel_multiplier": 0.25}}},
     "llama4": {"vision_config": {
         "intermediate_size": 128, "projector_input_dim": 32, "projector_output_dim": 32,
         "vision_output_dim": 32,
@@ -161,9 +161,9 @@ MORE: dict[str, dict[str, Any]] = {
     "fast_vlm": {"vision_config": {
         "model_type": "timm_wrapper", "architecture": "fastvit_mci3",
         "model_args": {
-            "inference_mode": True, "embed_dims": [8, 16, 24, 32, 48], "layers": [1, 1, 1, 1, 1],
+            "inference_mode": True, "embed_dims": [8, 16, 32, 64, 128], "layers": [1, 1, 1, 1, 1],
         },
-        "hidden_size": 96,
+        "hidden_size": 256,
     }},
 }  # fmt: skip
 VISION: dict[str, dict[str, Any]] = {
@@ -203,8 +203,8 @@ IMAGES: dict[str, dict[str, Any]] = {
     "perception_lm": {"tile_size": SIDE, "size": _SQUARE, "max_num_tiles": 4},
     "gemma3n": {"size": {"height": 64, "width": 64}},
     "fast_vlm": {
-        "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 64},
-        "crop_size": {"height": 64, "width": 64},
+        "image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 128},
+        "crop_size": {"height": 128, "width": 128},
     },
     "lighton_ocr": {"size": {"longest_edge": 48}, "patch_size": PATCH},
     "mistral3": {"size": {"longest_edge": 48}, "patch_size": PATCH},
@@ -227,6 +227,10 @@ PROCESSOR: dict[str, dict[str, Any]] = {
     "lighton_ocr": {"patch_size": PATCH, "spatial_merge_size": 2},
     "ovis2": {"image_seq_length": 36}, "paligemma": {"image_seq_length": 36},
     "idefics2": {"image_seq_len": 64},
+    "fast_vlm": {
+        "processor_class": "LlavaProcessor", "patch_size": 64,
+        "vision_feature_select_strategy": "full", "num_additional_image_tokens": 0,
+    },
     "granite_docling": {"image_seq_len": 9},
     "llama4": {"patch_size": PATCH, "pixel_shuffle_ratio": 0.5},
     "perception_lm": {"patch_size": PATCH, "pooling_ratio": 2},
