@@ -137,6 +137,8 @@ MORE: dict[str, dict[str, Any]] = {
         },
         "image_token_id": IMAGE,
     },
+    "paligemma": {"text_config": {"num_key_value_heads": 1}},
+    "mllama": {"text_config": {"cross_attention_layers": [1, 3]}},
     "step3p7": {"text_config": {"sliding_window": 8}},
     "gemma3n": {"vision_config": {"hidden_size": 2048, "model_args": {"channel_multiplier": 0.25}}},
     "llama4": {"vision_config": {

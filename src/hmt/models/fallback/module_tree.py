@@ -75,7 +75,11 @@ def read(config: Mapping[str, Any]) -> Config:
     read = as_transformers_reads(config, model_type)
     if getattr(read, "is_encoder_decoder", False):
         raise refused(architecture, "it has an encoder beside its decoder")
-    check_counts(read.get_text_config(), no_window=0)
+    text = read.get_text_config()
+    if getattr(text, "cross_attention_layers", None):
+        why = "some of its layers attend to an encoder's states (cross_attention_layers)"
+        raise refused(architecture, why)
+    check_counts(text, no_window=0)
     return read
 
 

@@ -166,7 +166,8 @@ class Encoder:
             whole = held.joined(whole, tokens[place + 1 : end])
         if sum(token in held.tokens for token in whole) != sum(image.tokens for image in images):
             raise RequestError(
-                f"the prompt has tokens {sorted(held.tokens)} besides those of its images: leave them out"
+                f"the prompt has tokens {sorted(held.tokens)} besides those of its images: leave "
+                "them out"
             )
         spans = tuple(_spans(whole, held.tokens, images))
         blocks = tuple((s.offset, s.offset + s.length) for s in spans) if self.together else ()
@@ -188,9 +189,7 @@ class Encoder:
         return tuple(tuple(axis) for axis in self._axes(tokens, of_image, grids).tolist())
 
 
-def _spans(
-    tokens: list[int], rows: Set[int], images: list[PreparedImage]
-) -> Iterator[ImageTokens]:
+def _spans(tokens: list[int], rows: Set[int], images: list[PreparedImage]) -> Iterator[ImageTokens]:
     """Runs of tokens of `rows`, which stand for rows of the images' features in turn."""
     places = [number for number, one in enumerate(tokens) if one in rows]
     for image in images:

@@ -195,8 +195,10 @@ def _check_others(given: dict[str, Any], positions: Tensor) -> None:
             continue
         if name in ("position_ids", "cache_position") and torch.equal(value.squeeze(), positions):
             continue
-        if name == "attention_mask" and _is_causal(value):
-            continue
+        if name == "attention_mask":
+            if _is_causal(value):
+                continue
+            raise CheckpointError("its tokens see those behind them, as HMT does not compute here")
         raise CheckpointError(f"its language model is also given {name}")
 
 

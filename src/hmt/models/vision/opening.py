@@ -60,6 +60,8 @@ IMAGES_REFUSED: Final = "images are refused"  # how the remark begins that says 
 _TOKENS: Final = ("image_token_id", "image_token_index")
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
 _LIBRARIES: Final = {"torchvision": "image processor", "timm": "encoder"}
+# By types that are published with code of their own: what of the same makers sees.
+_NEAR: Final = {"kimi_vl": "Kimi-K2.5 and its successors (kimi_k25)"}
 _MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
 _WRONG: Final = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
@@ -82,7 +84,7 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         return model
     kind = config.get("model_type")
     if not _of_images(kind):
-        return _without(model, f"HMT has no images for models of type {kind!r:.60}")
+        return _without(model, _unknown(kind))
     if not names:
         return _without(
             model,
@@ -128,6 +130,18 @@ def _of_images(kind: Any) -> bool:
     from transformers.models.auto import modeling_auto  # names only, yet it takes a second
 
     return kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def _unknown(kind: Any) -> str:
+    """Why models of a type see nothing here that transformers has no code for."""
+    import transformers
+
+    found = (
+        f"transformers {transformers.__version__} has no models of images and text of type "
+        f"{kind!r:.60}, and code that comes with a model is not run"
+    )
+    near = _NEAR.get(kind) if isinstance(kind, str) else None
+    return found + (f"; text is answered, and {near} see images" if near else "")
 
 
 def _without(model: Model, why: str) -> Model:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Called(Exception):  # noqa: N818 - it ends a call
+class Called(Exception):
     """Ends a forward pass at the language model.
 
     given   by name, what that is called with
