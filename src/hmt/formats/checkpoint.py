@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ MAX_JSON_BYTES: Final = 100_000_000  # the index of a 671B model takes 9 MB
 
 _SHARD: Final = re.compile(r"(.+)-([0-9]{1,6})-of-([0-9]{1,6})\.safetensors")
 _QUANTIZATION: Final = "hf_quant_config.json"  # of NVIDIA's ModelOpt
+_WRITES: Final = "thinker."  # how names of the part that writes begin
 _OTHER_FORMATS: Final = {
     ".bin": "PyTorch pickles",
     ".pt": "PyTorch pickles",
@@ -63,9 +65,17 @@ def open_checkpoint(path: str | Path, mmproj: Path | None = None) -> Checkpoint:
     records: dict[str, TensorRecord] = {}
     for number, file in enumerate(files):
         _add(records, read_header(folder / file), keep_known=0 < len(listed) <= number)
+    if isinstance(config.get("thinker_config"), Mapping):
+        records = _writing_part(records)
     quantized = find_forms(folder, config, hf_quant_config, records)
     tile, spare = _fp8_tile(quantized.config), frozenset(quantized.spare)
     return Checkpoint(folder, config, records, tile, quantized.forms, spare=spare)
+
+
+def _writing_part(records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """Of a model that also speaks (Qwen2.5-Omni) the part that writes, by its own names."""
+    own = {n.removeprefix(_WRITES): r for n, r in records.items() if n.startswith(_WRITES)}
+    return {name: replace(record, name=name) for name, record in own.items()} or records
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -98,10 +98,17 @@ _PUBLISHED = {"BailingMoeV3ForCausalLM": "BailingHybridForCausalLM"}
 # Text parts of multimodal models that compute, for text alone, what a family does.
 _ALIKE = {
     "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+}
+# Models that write text and speak it: of these the part that writes.
+_SPEAKING = {
+    "qwen2_5_omni": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeThinkerForConditionalGeneration",
 }
 _ROTARY = ("rope_scaling", "rope_parameters")
 # How their rotary positions have three axes, as their code says; sections where the file has none.
@@ -110,6 +117,8 @@ _AXES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"mrope_section": [8, 12, 12]},
     "qwen2_vl_text": {"mrope_section": [16, 24, 24]},
     "qwen2_5_vl_text": {"mrope_section": [16, 24, 24]},
+    "qwen2_5_omni_text": {"mrope_section": [16, 24, 24]},
+    "qwen3_omni_moe_text": _INTERLEAVED,
     "qwen3_vl_text": _INTERLEAVED,
     "qwen3_vl_moe_text": _INTERLEAVED,
     "qwen3_5_text": _INTERLEAVED | {"mrope_section": [11, 11, 10]},
@@ -249,8 +258,13 @@ def with_architecture(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parsed config.json with an entry in `architectures` where `model_type` says which.
 
     That is the type's causal language model, where there is no entry, or it names the bare model of
-    that type, without an output layer.  A publisher's own name becomes transformers'.
+    that type, without an output layer.  A publisher's own name becomes transformers'.  Of a model
+    that also speaks it is what understands and writes.
     """
+    thinker = config.get("thinker_config")
+    if isinstance(thinker, Mapping) and config.get("model_type") in _SPEAKING:
+        kind = f"{config['model_type']}_thinker"
+        return {**thinker, "model_type": kind, "architectures": [_SPEAKING[config["model_type"]]]}
     names, model_type = config.get("architectures"), config.get("model_type")
     name = names[0] if isinstance(names, list) and names else None
     if isinstance(name, str) and name in _PUBLISHED:

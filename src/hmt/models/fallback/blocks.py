@@ -21,6 +21,7 @@ from hmt.models.fallback.modules import (
 )
 from hmt.models.fallback.trace import LayerTrace
 
+_COUNT = "num_batches_tracked"  # of batch norms, which only training reads
 HEAD = BlockId(TRUNK, BlockKind.HEAD)
 
 
@@ -113,8 +114,9 @@ def units(layer: Layer) -> dict[str, Unit]:
 
 
 def own_params(module: nn.Module) -> list[str]:
-    """Parameters and kept buffers of a module itself."""
-    buffers = [n for n, b in module.named_buffers(recurse=False) if b is not None and b.is_meta]
+    """Parameters and kept buffers of a module itself; not the counts of training steps."""
+    named = module.named_buffers(recurse=False)
+    buffers = [n for n, b in named if b is not None and b.is_meta and n != _COUNT]
     return [n for n, p in module.named_parameters(recurse=False)] + buffers
 
 

@@ -39,7 +39,8 @@ class CallContext:
     ends        stop at this stage
     stops       stop before the output layer, whose input is then in `seen`
     passage     the forward pass that stops in front of layers
-    place       where its attention and experts lie; it computes everything else on the CPU
+    place       where its attention and experts lie; it computes everything else on the CPU.  Of an
+                encoder of images: where all of it computes.
     """
 
     weights: Weights | None
@@ -122,3 +123,9 @@ def positions_of(step: Step, tokens: slice) -> Tensor:
     """int64 [tokens], or [3, tokens] where the step's have three axes."""
     places = step.positions if step.axes is None else step.axes
     return places[..., tokens].to(_HOST)
+
+
+def current_place() -> torch.device:
+    """Where the call at hand computes, if there is one."""
+    work = _current.get(None)
+    return _HOST if work is None or work.place is None or work.step is not None else work.place

@@ -100,10 +100,10 @@ class Fallback(Model):
         self._try_behind()
         warn_once(f"fallback {architecture}", f"{architecture} {REMARK}")
 
-    def check_embedded(self, *, axes: bool) -> None:
+    def check_embedded(self, *, axes: int) -> None:
         """Raise CheckpointError unless it computes from embeddings, too, as those of images.
 
-        axes   and from positions of three axes
+        axes   and from positions of so many axes; 0: of one
         """
         positions = torch.arange(3)
         ids, layers = positions[None] + 2, len(self._parts.layers)
@@ -117,7 +117,7 @@ class Fallback(Model):
                     inputs = {"input_ids": ids}
                     if embedded:
                         inputs = {"inputs_embeds": self._tree.model.get_input_embeddings()(ids)}
-                    places = positions.expand(3, -1) if axes and embedded else positions
+                    places = positions.expand(axes, -1) if axes and embedded else positions
                     self._tree.base(**inputs, **call_surroundings(self._tree, places, cache))
             except Exception as error:  # of transformers' code
                 raise CheckpointError(f"its language model takes tokens alone ({error})") from error

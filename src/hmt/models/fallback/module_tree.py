@@ -19,6 +19,7 @@ from hmt.base.errors import CheckpointError, UnknownArchitectureError
 from hmt.base.log import logger
 from hmt.models.config import Config, as_transformers_reads, check_counts, first_line
 from hmt.models.fallback import interfaces
+from hmt.models.fallback.call_context import current_place
 from hmt.models.fallback.features import uncomputed
 
 
@@ -74,7 +75,11 @@ def read(config: Mapping[str, Any]) -> Config:
     read = as_transformers_reads(config, model_type)
     if getattr(read, "is_encoder_decoder", False):
         raise refused(architecture, "it has an encoder beside its decoder")
-    check_counts(read.get_text_config(), no_window=0)
+    text = read.get_text_config()
+    if getattr(text, "cross_attention_layers", None):
+        why = "some of its layers attend to an encoder's states (cross_attention_layers)"
+        raise refused(architecture, why)
+    check_counts(text, no_window=0)
     return read
 
 
@@ -129,11 +134,25 @@ def build(
         raise CheckpointError(f"transformers cannot make a {architecture} of it: {said}") from error
     model.eval()
     model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            _tell_place(module, dtype)
     _fill_buffers(model, architecture)
     base = _find_base(model)
     path, layers = _find_layers(model, architecture) if listed else ("", nn.ModuleList())
     takes = "position_ids" in inspect.signature(base.forward).parameters
     return Tree(model, config, base, layers, path, not by_name, takes)
+
+
+def _tell_place(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Let a model without numbers say that it is where the call at hand computes, and in what."""
+    kind = type(model)
+    own = {
+        "__module__": kind.__module__,
+        "device": property(lambda _: current_place()),
+        "dtype": property(lambda _: dtype),
+    }
+    model.__class__ = type(kind.__name__, (kind,), own)
 
 
 def _find_base(model: PreTrainedModel) -> nn.Module:

@@ -8,7 +8,7 @@ anything that passes between tokens by another way, or in another direction, is 
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,8 +34,8 @@ from hmt.models.fallback.sequence_cache import (
 from hmt.models.fallback.sizes import ignored_names
 from hmt.models.fallback.whole_tree import Sight, WholeTree, open_gates
 
-_TOKENS = 12
-_PARTS = (range(7), range(7, 8), range(8, 11), range(11, 12))
+TOKENS = 12
+PARTS = (range(7), range(7, 8), range(8, 11), range(11, 12))
 _CACHES = ("cache", "past_key_values", "cache_params")
 
 
@@ -84,8 +84,8 @@ def call_base(
 ) -> Tensor:
     """Hidden states [1, tokens, hidden_size] behind the last layer's norm.
 
-    inputs      tokens or their embeddings (`inputs_of`)
-    positions   int64 [tokens], or [3, tokens] of three axes
+    inputs      tokens or their embeddings (`inputs_of`), and what else it is to be given
+    positions   int64 [tokens], or [axes, tokens]
     """
     known = inspect.signature(tree.base.forward).parameters
     name = next((each for each in _CACHES if each in known), _CACHES[0])
@@ -99,20 +99,20 @@ def call_base(
 def _rehearse(tree: WholeTree, architecture: str) -> tuple[Sight, tuple[StageSlots, ...], int]:
     sight = Sight()
     try:
-        whole, seen = _run(tree, [range(_TOKENS)], sight)
+        whole, seen = run_parts(tree, [range(TOKENS)], sight)
         whole = _with_own_positions(tree, whole)
         with in_context(CallContext(None, record=sight)):
             tree.model(input_ids=torch.arange(1, 3)[None], use_cache=False, return_dict=True)
         for index, gate in enumerate(sight.layers):
             gate.index = index
-        parts, _ = _run(tree, _PARTS, Sight())
-        early, _ = _run(tree, [range(_TOKENS - 1)], Sight())
+        parts, _ = run_parts(tree, PARTS, Sight())
+        early, _ = run_parts(tree, [range(TOKENS - 1)], Sight())
     except Exception as error:
         logger.debug("%s failed when it was tried", architecture, exc_info=error)
         raise module_tree.refused(architecture, not_followed(error)) from error
     if not sight.layers:
         raise module_tree.refused(architecture, "its layers are in no list")
-    if _differ(whole[:, :-1], early):
+    if differ(whole[:, :-1], early):
         why = encoder(tree.model.config) or "its tokens see those behind them"
         raise module_tree.refused(architecture, why)
     slots = tuple(StageSlots(*seen[stage]) for stage in range(len(sight.layers)))
@@ -120,7 +120,7 @@ def _rehearse(tree: WholeTree, architecture: str) -> tuple[Sight, tuple[StageSlo
         raise module_tree.refused(
             architecture, "transformers' code of it keeps nothing of earlier tokens"
         )
-    if _differ(whole, parts):
+    if differ(whole, parts):
         raise module_tree.refused(
             architecture,
             "transformers' code of it cannot go on with several tokens from what it keeps",
@@ -138,23 +138,31 @@ def _with_own_positions(tree: WholeTree, whole: Tensor) -> Tensor:
         return whole
     tree.takes_positions = False
     try:
-        alone, _ = _run(tree, [range(_TOKENS)], Sight())
+        alone, _ = run_parts(tree, [range(TOKENS)], Sight())
     except Exception:  # of a model that must be told
         alone = whole
     tree.takes_positions = True
-    if not _differ(whole, alone):
+    if not differ(whole, alone):
         return whole
     tree.first_position = 1 + (getattr(tree.model.config, "pad_token_id", None) or 0)
-    later, _ = _run(tree, [range(_TOKENS)], Sight())
-    if _differ(later, alone):
+    later, _ = run_parts(tree, [range(TOKENS)], Sight())
+    if differ(later, alone):
         tree.first_position, tree.takes_positions = 0, False
     return alone
 
 
-def _run(
-    tree: WholeTree, parts: Sequence[range], sight: Sight
+def run_parts(
+    tree: WholeTree,
+    parts: Sequence[range],
+    sight: Sight,
+    inputs: Callable[[range], dict[str, Any]] | None = None,
+    axes: int = 0,
 ) -> tuple[Tensor, dict[int, tuple[tuple[RowSlot, ...], tuple[StateSlot, ...]]]]:
-    """Hidden states, and what the cache keeps, by the layer of the model that it comes from."""
+    """Hidden states, and what the cache keeps, by the layer of the model that it comes from.
+
+    inputs   what a part is called with; None: tokens
+    axes     of its positions, which agree; 0: they are places
+    """
     rows: dict[int, tuple[Tensor, ...]] = {}
     states: list[tuple[StateSlot, Tensor]] = []
     stages: dict[int, int] = {}
@@ -170,9 +178,12 @@ def _run(
             cache.put_state(slot, value[0])
         positions = torch.tensor(part)
         lengths = positions + 1
+        given: dict[str, Any] = {"input_ids": some_tokens(tree, positions)[None]}
+        if inputs is not None:
+            given = inputs(part)
+        places = positions.expand(axes, -1) if axes else positions
         with in_context(CallContext(None, record=sight, lengths=lengths)):
-            tokens = {"input_ids": _some_tokens(tree, positions)[None]}
-            out.append(call_base(tree, tokens, positions, cache))
+            out.append(call_base(tree, given, places, cache))
         for layer in range(len(cache.layers)):
             new = cache.kept_rows(layer)
             if any(each.shape[2] != len(part) or len(each) != 1 for each in new):
@@ -184,15 +195,15 @@ def _run(
     return torch.cat(out, dim=1), _slots(rows, states, stages)
 
 
-def check_embedded(tree: WholeTree, *, axes: bool) -> None:
+def check_embedded(tree: WholeTree, *, axes: int) -> None:
     """Raise CheckpointError unless a model makes of tokens' embeddings what it makes of tokens.
 
-    axes   and has positions of three axes, which agree for text
+    axes   and has positions of so many axes, which agree for text; 0: of one
     """
     if axes and not tree.takes_positions:
         raise CheckpointError("its language model counts positions by itself")
-    positions = torch.arange(_TOKENS)
-    ids = _some_tokens(tree, positions)[None]
+    positions = torch.arange(TOKENS)
+    ids = some_tokens(tree, positions)[None]
     table = cast(PreTrainedModel, tree.base).get_input_embeddings()
     found = []
     for embedded in (False, True):
@@ -202,13 +213,13 @@ def check_embedded(tree: WholeTree, *, axes: bool) -> None:
             inputs = {"input_ids": ids}
             if embedded:
                 inputs = {"inputs_embeds": table(ids)}
-            places = positions.expand(3, -1) if axes and embedded else positions
+            places = positions.expand(axes, -1) if axes and embedded else positions
             found.append(call_base(tree, inputs, places, cache))
-    if _differ(*found):
+    if differ(*found):
         raise CheckpointError("its language model reads tokens besides their embeddings")
 
 
-def _some_tokens(tree: WholeTree, positions: Tensor) -> Tensor:
+def some_tokens(tree: WholeTree, positions: Tensor) -> Tensor:
     """Ids, none of which is that of padding, which some models count otherwise."""
     ids = positions * 5 % 31
     padding = getattr(tree.model.config.get_text_config(), "pad_token_id", None)
@@ -233,7 +244,7 @@ def _slots(
     return found
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
+def differ(one: Tensor, other: Tensor) -> bool:
     """Whether two results differ by more than the order of sums."""
     one, other = one.float().nan_to_num(), other.float().nan_to_num()
     near = 1e-3 * float(one.abs().max())

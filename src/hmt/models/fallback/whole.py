@@ -33,6 +33,7 @@ from hmt.models.fallback.call_context import (
 )
 from hmt.models.fallback.device_cache import CPU
 from hmt.models.fallback.features import not_followed
+from hmt.models.fallback.image_rehearsal import ImageCalls, rehearse_images
 from hmt.models.fallback.lengths import border_in, lengths_of
 from hmt.models.fallback.passage import Passage
 from hmt.models.fallback.rehearsal import call_base, check_embedded, open_tree
@@ -124,6 +125,7 @@ class WholeForward(Model):
             rotary_border=self._border,
             state=states if any(states) else (),
         )
+        self._images: ImageCalls | None = None
         self._stage_of = {
             slot.layer: stage for stage, slots in enumerate(whole.slots) for slot in slots.rows
         }
@@ -135,7 +137,7 @@ class WholeForward(Model):
         self._try_behind()
         warn_once(f"fallback {architecture}", f"{architecture} {REMARK}")
 
-    def check_embedded(self, *, axes: bool) -> None:
+    def check_embedded(self, *, axes: int) -> None:
         """Raise CheckpointError unless it computes from embeddings, too, as those of images."""
         try:
             check_embedded(self._tree, axes=axes)
@@ -143,6 +145,22 @@ class WholeForward(Model):
             raise
         except Exception as error:  # of transformers' code
             raise CheckpointError(f"its language model takes tokens alone ({error})") from error
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it is a whole model of images and text, and not the language model of one."""
+        return hasattr(self._tree.base, "get_image_features")
+
+    def take_images(self, token: int, axes: int) -> ImageCalls:
+        """Let its forward pass be given features where `token` stands, in steps that have any.
+
+        axes   of rotary positions; 0: they count tokens
+        Returns how it takes them.  Raises CheckpointError where that is not known.
+        """
+        if axes and not self._tree.takes_positions:
+            raise CheckpointError("its language model counts positions by itself")
+        self._images = rehearse_images(self._tree, token, axes)
+        return self._images
 
     @override
     def embed(self, step: Step, weights: Weights) -> Tensor:
@@ -221,11 +239,27 @@ class WholeForward(Model):
         cache = SequenceCache(self._tree.model.config, run.start, read)
 
         def forward() -> Tensor:
-            inputs = inputs_of(self._tree.base, step, run.tokens)
+            if self._images is None:
+                inputs = inputs_of(self._tree.base, step, run.tokens)
+            else:
+                inputs = self._with_images(self._images, step, run)
             return call_base(self._tree, inputs, positions, cache)[0]
 
         work.passage = Passage(forward, work)
         return _Pass(run, cache, work, work.passage)
+
+    def _with_images(self, images: ImageCalls, step: Step, run: Segment) -> dict[str, Any]:
+        """What its forward pass is called with for a run."""
+        ids = step.token_ids[run.tokens].to(CPU)[None]
+        if step.image_rows is None or step.image_features is None:
+            return {"input_ids": ids}
+        rows = step.image_rows.to(CPU)
+        own = (rows >= run.tokens.start) & (rows < run.tokens.stop)
+        if not bool(own.any()):
+            return {"input_ids": ids}
+        features = step.image_features.to(CPU, self.dtype)[own]
+        layers = tuple(layer.to(CPU, self.dtype)[own] for layer in step.layer_features)
+        return images.inputs(ids, features, layers, run)
 
     def _put_states(self, each: _Pass, index: int, step: Step, kv: KVCache) -> None:
         slots = self._whole.slots[index].states

@@ -1,7 +1,6 @@
 """An image encoder: image processor, tower, and what stands for images in prompts."""
 
 import hashlib
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +13,7 @@ from hmt.contracts.image import ChosenFrames, ImageFeatures, ImagePrompt, Prepar
 from hmt.contracts.step import ImageTokens
 from hmt.contracts.store import Weights
 from hmt.models.vision.decoding import DECODING_BYTES
+from hmt.models.vision.positions import RopeIndex
 from hmt.models.vision.processing import Processing
 from hmt.models.vision.videos import VideoProcessing
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # transformers' code takes longer to import than all else, an
 _KEPT: Final = 8  # of the largest images, of all requests, that memory is planned for
 _MOST_PATCHES: Final = 1 << 16  # of one image: where attention alone takes minutes
 _MOST_VIDEO_PATCHES: Final = 1 << 18  # of one video, whose frames do not see each other
+_PIXELS: Final = ("pixel_values", "pixel_values_local", "pixel_values_videos")
 _USUAL_PIXELS: Final = 5 << 18  # of an image of 1024 x 1024, and what resizing adds
 
 
@@ -55,10 +56,7 @@ class TowerSizes:
         grid = inputs.get("image_grid_thw")
         if grid is not None:
             return int(grid.prod())
-        pixels = inputs[
-            "pixel_values_videos" if "pixel_values_videos" in inputs else "pixel_values"
-        ]
-        return pixels.numel() // (3 * self.patch**2)
+        return pixel_count(inputs) // (3 * self.patch**2)
 
     def tokens(self, patches: int) -> int:
         """That stand for an image of so many patches."""
@@ -74,13 +72,17 @@ class TowerSizes:
         return (numbers + self.squares * patches**2) * max(itemsize, 4)
 
 
+def pixel_count(inputs: Mapping[str, Any]) -> int:
+    """Numbers of pixels in what an image processor makes, in tiles of several kinds."""
+    return sum(torch.as_tensor(inputs[name]).numel() for name in _PIXELS if name in inputs)
+
+
 class Encoder:
     """Implements ImageEncoder with transformers' modules.
 
-    axes   gives rotary positions of tokens on three axes (M-RoPE, arXiv 2409.12191), as
-           transformers' `get_rope_index`; None: positions have one axis
+    axes   gives rotary positions of tokens on several axes (M-RoPE, arXiv 2409.12191); None:
+           positions have one axis
     together   an image's tokens see each other
-    added      features are added behind the language model's first layers, too
     videos     what videos are prepared by, or why there are none
     """
 
@@ -90,9 +92,8 @@ class Encoder:
         processing: Processing,
         sizes: TowerSizes,
         *,
-        axes: Any | None = None,
+        axes: RopeIndex | None = None,
         together: bool = False,
-        added: bool = False,
         videos: VideoProcessing | str = "",
     ) -> None:
         self.tower = tower
@@ -102,7 +103,6 @@ class Encoder:
         self._sizes = sizes
         self._axes = axes
         self.together = together
-        self.added = added
         kept, work = self._most(sizes.most_patches)
         self.most_bytes = work + _KEPT * kept + DECODING_BYTES
         usual = min(sizes.most_patches, _USUAL_PIXELS // sizes.patch**2)
@@ -131,7 +131,7 @@ class Encoder:
                 f"an image becomes {patches} patches; the most is {_MOST_PATCHES}: make it smaller"
             )
         written = self._processing.written(made, self._sizes.tokens(patches))
-        tokens = written.count(self._processing.token)
+        tokens = sum(token in self._processing.tokens for token in written)
         itemsize = inputs["pixel_values"].itemsize
         return PreparedImage(
             key=self._key(pixels),
@@ -211,12 +211,13 @@ class Encoder:
         for place, end, image in zip(places, [*places[1:], len(tokens)], ordered, strict=True):
             whole = held.joined(whole, image.written)
             whole = held.joined(whole, tokens[place + 1 : end])
-        rows = [self._token(image) for image in ordered]
-        for token in {held.token} | ({videos.token} if videos is not None else set()):
-            own = sum(i.tokens for i, one in zip(ordered, rows, strict=True) if one == token)
-            if whole.count(token) != own:
+        rows = [self._tokens(image) for image in ordered]
+        for tokens_of in set(rows):
+            own = sum(i.tokens for i, one in zip(ordered, rows, strict=True) if one == tokens_of)
+            if sum(token in tokens_of for token in whole) != own:
                 raise RequestError(
-                    f"the prompt has tokens {token} besides those of its images: leave them out"
+                    f"the prompt has tokens {sorted(tokens_of)} besides those of its images: leave "
+                    "them out"
                 )
         spans = tuple(_spans(whole, rows, ordered))
         blocks = tuple((s.offset, s.offset + s.length) for s in spans) if self.together else ()
@@ -239,11 +240,12 @@ class Encoder:
         left = {video: iter([i for i in images if i.video == video]) for video in (False, True)}
         return [next(left[video]) for video in places]
 
-    def _token(self, image: PreparedImage) -> int:
-        """That stands for one row of its features."""
-        if image.video and self.videos is not None:
-            return self.videos.token
-        return self._processing.token
+    def _tokens(self, image: PreparedImage) -> frozenset[int]:
+        """That stand for a row of its features."""
+        own = frozenset(self._processing.tokens)
+        if image.video and self.videos is not None and self.videos.token not in own:
+            return frozenset({self.videos.token})
+        return own
 
     def encode(self, image: PreparedImage, weights: Weights) -> ImageFeatures:
         """See ImageEncoder."""
@@ -254,30 +256,34 @@ class Encoder:
     ) -> tuple[tuple[int, ...], ...]:
         if self._axes is None:
             return ()
-        kinds = torch.zeros(1, len(tokens), dtype=torch.int32)
+        kinds = torch.zeros(len(tokens), dtype=torch.int32)
         videos = {image.key for image in images if image.video}
         for span in spans:
-            kinds[0, span.offset : span.offset + span.length] = 1 + (span.key in videos)
+            kinds[span.offset : span.offset + span.length] = 1 + (span.key in videos)
         grids: dict[bool, list[Tensor]] = {False: [], True: []}
         for image in images:
             grids[image.video].append(image.inputs["image_grid_thw"])
-        given: dict[str, Tensor] = {}
-        for name, video in (("image_grid_thw", False), ("video_grid_thw", True)):
-            if grids[video]:
-                given[name] = torch.cat(grids[video])
-        if videos and "second_per_grid_ts" in inspect.signature(self._axes).parameters:
-            given["second_per_grid_ts"] = torch.tensor([i.grid_s for i in images if i.video])
-        found, _ = self._axes(torch.tensor([tokens]), mm_token_type_ids=kinds, **given)
-        return tuple(tuple(axis) for axis in found[:, 0].tolist())
+        found = self._axes(
+            tokens,
+            kinds,
+            *(torch.cat(grids[video]) if grids[video] else None for video in (False, True)),
+            grid_s=[image.grid_s for image in images if image.video],
+        )
+        return tuple(tuple(axis) for axis in found.tolist())
 
 
 def _spans(
-    tokens: list[int], rows: list[int], images: list[PreparedImage]
+    tokens: list[int], rows: list[frozenset[int]], images: list[PreparedImage]
 ) -> Iterator[ImageTokens]:
-    """Runs of each image's token of `rows`, which stands for rows of its features in turn."""
-    places = {row: [n for n, token in enumerate(tokens) if token == row] for row in set(rows)}
-    for row, image in zip(rows, images, strict=True):
-        own, places[row] = places[row][: image.tokens], places[row][image.tokens :]
+    """Runs of each image's tokens, which stand for rows of its features in turn.
+
+    rows   tokens that stand for a row of each image
+    """
+    places = {
+        some: [number for number, token in enumerate(tokens) if token in some] for some in set(rows)
+    }
+    for some, image in zip(rows, images, strict=True):
+        own, places[some] = places[some][: image.tokens], places[some][image.tokens :]
         first = 0
         for number, place in enumerate(own):
             if number + 1 == len(own) or own[number + 1] != place + 1:

@@ -37,7 +37,7 @@ class VisionModel(ForwardingModel[Model]):
         self, index: int, hidden: Tensor, step: Step, weights: Weights, kv: KVCache
     ) -> Tensor:
         hidden = self._base.layer(index, hidden, step, weights, kv)
-        if index >= len(step.layer_features) or step.image_rows is None:
+        if self._replaces or index >= len(step.layer_features) or step.image_rows is None:
             return hidden
         rows = step.layer_features[index].to(hidden.device, hidden.dtype)
         return hidden.index_add(0, step.image_rows.to(hidden.device), rows)

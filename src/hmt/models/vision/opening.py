@@ -1,9 +1,10 @@
 """Whether a model sees images here, and the model that does."""
 
+import copy
 import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,8 +18,9 @@ from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.model import Model
 from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
-from hmt.models.vision.encoder import Encoder, TowerSizes
+from hmt.models.vision.encoder import Encoder, TowerSizes, pixel_count
 from hmt.models.vision.model import VisionModel
+from hmt.models.vision.positions import RopeIndex
 from hmt.models.vision.processing import (
     ROWS,
     Processing,
@@ -42,6 +44,8 @@ _OF_GRIDS: Final = (
     "glm4v",
     "glm4v_moe",
     "glm46v",
+    "qwen2_5_omni_thinker",
+    "qwen3_omni_moe_thinker",
 )
 _ONE_AXIS: Final = ("exaone4_5",)  # of them, whose tokens of images have places as those of text
 _PLAIN: Final = ("llava",)  # one row of the tower for each patch of an image of fixed size
@@ -51,10 +55,16 @@ _OF_LAYERS: Final = (*_PLAIN, "llava_next")  # whose features are those of a lay
 _REPLACING: Final = ("gemma3", "gemma4", "idefics3")
 # Towers that make masks.
 _MASKED: Final = (ROWS, "gemma4_vision", "idefics3_vision", "smolvlm_vision")
+_WIDTHS: Final = ("hidden_size", "embed_dim", "mm_embed_dim")
+_OF_TIMM: Final = ("timm_wrapper", "gemma3n_vision")
+_TIMM_PATCH: Final = 16  # pixels in each direction, by which such an encoder's sizes are counted
 _PROBED: Final = 1536  # pixels in each direction of what stands for the largest image
 IMAGES_REFUSED: Final = "images are refused"  # how the remark begins that says why
 _TOKENS: Final = ("image_token_id", "image_token_index")
 _PROCESSORS: Final = ("preprocessor_config.json", "processor_config.json")
+_LIBRARIES: Final = {"torchvision": "image processor", "timm": "encoder"}
+# By types that are published with code of their own: what of the same makers sees.
+_NEAR: Final = {"kimi_vl": "Kimi-K2.5 and its successors (kimi_k25)"}
 _MOST_SIDE: Final = 1 << 14  # of what an image processor may resize images to
 _WRONG: Final = (
     ArithmeticError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
@@ -77,7 +87,7 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         return model
     kind = config.get("model_type")
     if not _of_images(kind):
-        return _without(model, f"HMT has no images for models of type {kind!r:.60}")
+        return _without(model, _unknown(kind))
     if not names:
         return _without(
             model,
@@ -105,11 +115,6 @@ def with_vision(model: Model, checkpoint: Checkpoint, names: Collection[str]) ->
         try:
             texts = tokenizer_of(folder, checkpoint)
             encoder = _opened(config, folder, model, (written, texts), names)
-            if not isinstance(model, Decoder) and (encoder.together or encoder.added):
-                raise CheckpointError(
-                    "its language model runs through transformers' modules, in which tokens of "
-                    "images see no later ones, and features are added behind no layer"
-                )
         except _WRONG as error:
             logger.debug("images cannot be encoded", exc_info=error)
             return _without(model, f"its encoder of images cannot be made ({_said(error)})")
@@ -136,6 +141,18 @@ def _of_images(kind: Any) -> bool:
     return kind in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
+def _unknown(kind: Any) -> str:
+    """Why models of a type see nothing here that transformers has no code for."""
+    import transformers
+
+    found = (
+        f"transformers {transformers.__version__} has no models of images and text of type "
+        f"{kind!r:.60}, and code that comes with a model is not run"
+    )
+    near = _NEAR.get(kind) if isinstance(kind, str) else None
+    return found + (f"; text is answered, and {near} see images" if near else "")
+
+
 def _without(model: Model, why: str) -> Model:
     model.spec = replace(model.spec, remarks=(*model.spec.remarks, f"{IMAGES_REFUSED}: {why}"))
     return model
@@ -144,10 +161,9 @@ def _without(model: Model, why: str) -> Model:
 def _said(error: BaseException) -> str:
     """Why an encoder cannot be made, and what to install where that is all."""
     said = str(error)
-    if "torchvision" in said.lower() and find_spec("torchvision") is None:
-        return (
-            "its image processor needs torchvision, which is not installed: pip install torchvision"
-        )
+    for name, part in _LIBRARIES.items():
+        if name in said.lower() and find_spec(name) is None:
+            return f"its {part} needs {name}, which is not installed: pip install {name}"
     return f"{said:.200}" if isinstance(error, HMTError) else f"{type(error).__name__}: {said:.200}"
 
 
@@ -167,7 +183,6 @@ def _opened(
     """
     from hmt.models.fallback import key_map, module_tree  # transformers' code takes a second
     from hmt.models.vision import windows
-    from hmt.models.vision.observing import check_replaces
     from hmt.models.vision.tower import Tower
 
     written, texts = writing
@@ -182,24 +197,23 @@ def _opened(
     token = next((number for number in named if isinstance(number, int)), None)
     if path is None or token is None:
         raise CheckpointError("its config.json names no token that stands for images")
-    if kind not in _OF_GRIDS + _PLAIN + _REPLACING:
-        check_replaces(tree.model, text, token)
     if whole.vision_config.model_type == "clip_vision_model" and kind in _OF_LAYERS:
         clip: Any = tree.model.base_model.vision_tower
         if not any("post_layernorm" in name for name in names):
             clip.post_layernorm = torch.nn.Identity()  # makes what LLaVA does not read
-    axes = None if kind in _ONE_AXIS else getattr(tree.model.base_model, "get_rope_index", None)
-    _check_text(model, axes=axes is not None)
-    tower = Tower(tree.model, path, key_map.find(tree.model))
+    taken = _taken(model, tree.model, text, kind, token)
+    find = getattr(tree.model.base_model, "get_rope_index", None)
+    axes = None if find is None or not taken.axes else RopeIndex(find)
     processor = _processor(folder)
     grid = kind in _OF_GRIDS or (axes is not None and not writes_text(kind))
     if grid or (kind in _PLAIN and whole.vision_config.model_type != ROWS):
         processing = Processing(processor, token, token)
+        tower = Tower(tree.model, path, key_map.find(tree.model))
         sizes = _grid_sizes(whole, processor) if grid else _plain_sizes(whole)
+        videos = _videos(whole, folder, token, texts)
         encoder = Encoder(
-            tower, processing, sizes, axes=axes, added=_added(whole) > 0,
-            videos=_videos(whole, folder, token, texts),
-        )  # fmt: skip
+            tower, processing, sizes, axes=axes, together=taken.together, videos=videos
+        )
         _check_processor(encoder, whole.vision_config, grid=grid)
     else:
         processing = (
@@ -207,11 +221,13 @@ def _opened(
             if written is None
             else from_file(whole, token, processor, written)
         )
-        sizes = _probed_sizes(whole, processing)
+        sizes = _probed_sizes(whole, tree.model, processing)
+        tower = Tower(tree.model, path, key_map.find(tree.model), taken.written)
+        processing.tokens |= taken.written
+        videos = _videos(whole, folder, token, texts)
         encoder = Encoder(
-            tower, processing, sizes, axes=axes, together=_together(whole),
-            videos=_videos(whole, folder, token, texts),
-        )  # fmt: skip
+            tower, processing, sizes, axes=axes, together=taken.together, videos=videos
+        )
     made = encoder.prepare(torch.zeros(96, 64, 3, dtype=torch.uint8)).inputs
     if absent := [name for name in tower.needs if name not in made]:
         raise CheckpointError(
@@ -231,16 +247,64 @@ def _videos(
         return f"{error if isinstance(error, LookupError | ValueError) else _said(error)}"
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """How a language model takes features.
+
+    axes       of rotary positions; 0: they count tokens
+    together   an image's tokens see each other
+    written    tokens that its forward pass writes features for by itself; (): its encoder does
+    """
+
+    axes: int = 0
+    together: bool = False
+    written: frozenset[int] = frozenset()
+
+
+def _taken(model: Model, tree: Any, text: Any, kind: str, token: int) -> _Taken:
+    """How `model` takes features where `token` stands.  Raises CheckpointError where it does not.
+
+    tree   transformers' model without numbers, whose language model is `text`
+    """
+    from hmt.models.fallback.whole import WholeForward
+    from hmt.models.vision.observing import (
+        FeaturesError,
+        axes_of,
+        check_replaces,
+        tokens_written,
+    )
+
+    if isinstance(model, WholeForward) and model.has_encoder:
+        axes = 0 if kind in _ONE_AXIS else axes_of(tree, token)
+        calls = model.take_images(token, axes)
+        return _Taken(axes, any(calls.masks.values()))
+    axes, written = 0, frozenset[int]()
+    if kind in _OF_GRIDS:
+        axes = 0 if kind in _ONE_AXIS else 3
+    elif kind not in _PLAIN + _REPLACING:
+        try:
+            axes = check_replaces(tree, text, token)
+        except FeaturesError:
+            written = tokens_written(tree, text, token)
+    _check_text(model, axes=axes)
+    if not isinstance(model, Decoder) and (_together(tree.config) or _added(tree.config)):
+        raise CheckpointError(
+            "its language model runs through transformers' modules, in which tokens of "
+            "images see no later ones, and features are added behind no layer"
+        )
+    return _Taken(axes, _together(tree.config), written)
+
+
 def _together(config: Any) -> bool:
     """Whether an image's tokens see each other."""
     seen = getattr(config.get_text_config(), "use_bidirectional_attention", None)
     return config.model_type == "gemma3" or (config.model_type == "gemma4" and seen == "vision")
 
 
-def _check_text(model: Model, *, axes: bool) -> None:
+def _check_text(model: Model, *, axes: int) -> None:
     """Raise CheckpointError unless features can take the place of a language model's embeddings.
 
-    axes   whether its positions must have three axes
+    axes   that its positions must have; 0: one
     """
     if not isinstance(model, Decoder):
         from hmt.models.fallback.model import Fallback
@@ -321,21 +385,59 @@ def _plain_sizes(config: Any) -> TowerSizes:
     )
 
 
-def _probed_sizes(config: Any, processing: Processing) -> TowerSizes:
-    """By what the image processor makes of a large image."""
+def _probed_sizes(config: Any, tree: Any, processing: Processing) -> TowerSizes:
+    """By what the image processor makes of a large image.
+
+    tree   transformers' model without numbers
+    """
     vision = config.vision_config
-    patch = vision.patch_size if isinstance(vision.patch_size, int) else max(vision.patch_size)
-    wide = getattr(vision, "intermediate_size", None) or 4 * vision.hidden_size
-    kept = getattr(config, "vision_feature_layer", -1) != -1
     made = processing.made(torch.zeros(_PROBED, _PROBED, 3, dtype=torch.uint8))
     if "pixel_values" not in made:
         raise LookupError("its image processor makes no pixel_values")
+    pixels = pixel_count(made)
+    out_width = config.get_text_config().hidden_size
+    if vision.model_type in _OF_TIMM:
+        return _timm_sizes(tree, made["pixel_values"], out_width)
+    parts = [vision, *(getattr(vision, name) for name in vision.sub_configs)]
+    patch, width = _largest(parts, ("patch_size",)), _largest(parts, _WIDTHS)
+    if not patch or not width:
+        raise LookupError("its config.json does not say how large its encoder is")
+    kept = getattr(config, "vision_feature_layer", -1) != -1
     return TowerSizes(
-        width=vision.hidden_size,
-        wide=wide,
-        out_width=config.get_text_config().hidden_size,
+        width=width,
+        wide=_largest(parts, ("intermediate_size", "mlp_dim")) or 4 * width,
+        out_width=out_width * (1 + _added(config)),
         patch=patch,
-        most_patches=made["pixel_values"].numel() // (3 * patch**2),
-        kept=vision.num_hidden_layers if kept else 0,
+        most_patches=pixels // (3 * patch**2),
+        kept=_largest(parts, ("num_hidden_layers",)) if kept else 0,
         squares=2 if vision.model_type in _MASKED else 0,
     )
+
+
+def _timm_sizes(tree: Any, pixels: torch.Tensor, out_width: int) -> TowerSizes:
+    """Of an encoder of timm's, whose configuration says no more than a name: by calling it.
+
+    tree   transformers' model without numbers
+    """
+    encoder = copy.deepcopy(next(m for m in tree.modules() if hasattr(m, "timm_model"))).to("meta")
+    largest = 0
+
+    def called(_: Any, __: Any, out: Any) -> None:
+        nonlocal largest
+        if isinstance(out, torch.Tensor):
+            largest = max(largest, out.numel())
+
+    for module in encoder.modules():
+        module.register_forward_hook(called)
+    encoder.timm_model.forward_features(pixels.to("meta").reshape(-1, *pixels.shape[-3:]))
+    patches = pixels.numel() // (3 * _TIMM_PATCH**2)
+    # A layer's result, what it is made of and one in between take less than 12 of `width`.
+    width = -(-largest // (4 * patches))
+    return TowerSizes(width, 0, out_width, _TIMM_PATCH, patches)
+
+
+def _largest(parts: list[Any], names: tuple[str, ...]) -> int:
+    """The largest of the sizes that configurations have by these names; 0 without any."""
+    found = [getattr(part, name, None) for part in parts for name in names]
+    sizes = [max(size) if isinstance(size, list | tuple) else size for size in found if size]
+    return max((int(size) for size in sizes), default=0)

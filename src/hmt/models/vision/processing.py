@@ -12,6 +12,7 @@ from hmt.text import Tokenizer
 from hmt.text.small_file import read_object
 
 ROWS: Final = "pixtral"  # the tower whose rows have a token behind them
+_NAMING: Final = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 _MOST: Final = 1 << 20  # of a number in a processor's file, which strings are repeated by
 
 
@@ -20,12 +21,14 @@ class Processing:
 
     mark    token that stands for an image in a prompt as it is given
     token   that stands for one row of its features
+    tokens  all that stand for any
     """
 
     def __init__(self, processor: Any, mark: int, token: int) -> None:
         self._processor = processor
         self.mark = mark
         self.token = token
+        self.tokens = frozenset([token])
 
     @property
     def described(self) -> bytes:
@@ -169,6 +172,22 @@ def writes_text(kind: str) -> bool:
     return kind in PROCESSOR_MAPPING_NAMES
 
 
+def _class_of(kind: str, folder: Path) -> Any:
+    """transformers' processor for models of a type, or the one that the model's files name."""
+    import transformers  # it takes a second
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    name = PROCESSOR_MAPPING_NAMES.get(kind)
+    for file in _NAMING if name is None else ():
+        named = read_object(folder / file).get("processor_class")
+        if named in PROCESSOR_MAPPING_NAMES.values():
+            name = named
+            break
+    if name is None:
+        raise LookupError(f"transformers has no processor for {kind}, and its files name none")
+    return getattr(transformers, name)
+
+
 def tokenizer_of(folder: Path, checkpoint: Checkpoint) -> Callable[[], Any] | None:
     """What opens a checkpoint's tokenizer for processors, once, when it is first called.
 
@@ -200,12 +219,6 @@ def with_text(
     tokenizer   gives a ProcessorTokenizer; None: of the tokenizer.json in `folder`
     Raises errors of many kinds where files are not what they should be.
     """
-    import transformers  # it takes a second
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-
-    name = PROCESSOR_MAPPING_NAMES.get(config.model_type)
-    if name is None:
-        raise LookupError(f"transformers has no processor for {config.model_type}")
     from hmt.models.vision import tokenizing
 
     reading = tokenizing.opened(folder) if tokenizer is None else tokenizer()
@@ -216,7 +229,7 @@ def with_text(
         if {between, last} & {None, reading.unk_token_id}:
             raise LookupError("its tokenizer has no [IMG_BREAK] and [IMG_END]")
         return WithRows(images, token, _side(config), (between, last))
-    kind = getattr(transformers, name)
+    kind = _class_of(config.model_type, folder)
     return WithText(_processor(kind, folder, images, reading), token)
 
 
@@ -237,9 +250,10 @@ def _processor(kind: Any, folder: Path, images: Any, tokenizer: Any) -> Any:
             raise ValueError(f"{name} of its processor is {value}")
 
     class OfImages(kind):  # type: ignore[misc]
-        """Without the parts for video and sound."""
+        """Without the parts for video and sound, of a text that is an image's place alone."""
 
         check_argument_for_proper_class: Callable[..., None] = lambda *_: None
+        validate_inputs: Callable[..., None] = lambda *_, **__: None
 
     OfImages.__name__ = kind.__name__
     parts = {"image_processor": images, "tokenizer": tokenizer}

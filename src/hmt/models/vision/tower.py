@@ -1,10 +1,10 @@
 """transformers' vision tower and projector, whose parts lease their weights one after the other."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from hmt.models.fallback.call_context import CallContext, in_context
 from hmt.models.fallback.device_cache import place_of
 from hmt.models.fallback.key_map import Published
 from hmt.models.fallback.modules import Unit, Value
+from hmt.models.vision.written_rows import Written
+
+_IDS: Final = "input_ids"
 
 
 class Tower:
@@ -35,8 +38,13 @@ class Tower:
     own_bytes   of parameters that are copied while features are computed
     """
 
-    def __init__(self, model: Any, text: str, published: Published) -> None:
+    def __init__(
+        self, model: Any, text: str, published: Published, written: Set[int] = frozenset()
+    ) -> None:
         """`text` is the path of the language model in `model`, which is on the meta device.
+
+        written   tokens in whose place the model puts what it makes of an image behind its encoder
+                  (Llama 4, Ovis 2); none: features are all that there is
 
         Raises LookupError for a part that cannot be cut into blocks.
         """
@@ -55,6 +63,9 @@ class Tower:
         self.needs = tuple(
             n for n, p in params.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD
         )
+        if written:
+            self.takes += (_IDS,)
+            self._features = Written(model.base_model, model.get_submodule(text), written)
         self._own: list[tuple[nn.Module, BlockId, dict[str, Value]]] = []
         self.own_bytes = 0
         blocks = []
@@ -95,12 +106,14 @@ class Tower:
             where = place_of(params)
         given = {name: value.to(where) for name, value in inputs.items()}
         given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in given.items()}
+        if _IDS in given:
+            given[_IDS] = given[_IDS].cpu()
         with ExitStack() as after:
             self._with_own(weights, after)
             if not backend_on(where).on_host:
                 after.enter_context(_exact_convolutions())
                 self._with_buffers(where, after)
-            after.enter_context(in_context(CallContext(weights)))
+            after.enter_context(in_context(CallContext(weights, place=where)))
             of_video = "pixel_values_videos" in given
             asked = self._video_features if of_video else self._features
             assert asked is not None
@@ -192,7 +205,7 @@ def _inside(module: nn.Module, path: str, text: str) -> Iterator[tuple[str, bool
     holds_text = text.startswith(f"{path}.")
     lists = any(isinstance(inner, nn.ModuleList) for inner in module.modules())
     if not lists and not holds_text:
-        yield path, True
+        yield path, not isinstance(module, nn.Embedding)  # which others may read, as DeepSeek-OCR 2
         return
     if own_params(module):
         yield path, False
