@@ -31,7 +31,6 @@ from hmt.models.fallback.call_context import (
     inputs_of,
     positions_of,
 )
-from hmt.models.fallback.device_cache import CPU
 from hmt.models.fallback.features import not_followed
 from hmt.models.fallback.image_rehearsal import ImageCalls, rehearse_images
 from hmt.models.fallback.lengths import border_in, lengths_of
@@ -233,7 +232,7 @@ class WholeForward(Model):
             assert work.kv is not None
             stage = self._stage_of[layer]
             before = work.kv.read(stage, Segment(run.sequence, 0, 0, run.start))
-            key, value = (rows.to(CPU) for rows in before)
+            key, value = (rows.cpu() for rows in before)
             return self._whole.slots[stage].unpacked(key, value, layer)
 
         cache = SequenceCache(self._tree.model.config, run.start, read)
@@ -250,15 +249,15 @@ class WholeForward(Model):
 
     def _with_images(self, images: ImageCalls, step: Step, run: Segment) -> dict[str, Any]:
         """What its forward pass is called with for a run."""
-        ids = step.token_ids[run.tokens].to(CPU)[None]
+        ids = step.token_ids[run.tokens].cpu()[None]
         if step.image_rows is None or step.image_features is None:
             return {"input_ids": ids}
-        rows = step.image_rows.to(CPU)
+        rows = step.image_rows.cpu()
         own = (rows >= run.tokens.start) & (rows < run.tokens.stop)
         if not bool(own.any()):
             return {"input_ids": ids}
-        features = step.image_features.to(CPU, self.dtype)[own]
-        layers = tuple(layer.to(CPU, self.dtype)[own] for layer in step.layer_features)
+        features = step.image_features.to("cpu", self.dtype)[own]
+        layers = tuple(layer.to("cpu", self.dtype)[own] for layer in step.layer_features)
         return images.inputs(ids, features, layers, run)
 
     def _put_states(self, each: _Pass, index: int, step: Step, kv: KVCache) -> None:
