@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from hmt.engine import LoadedModel
     from hmt.server import KeyRing, ServerConfig
 
 # Options by the panel of the help in which they are.
@@ -220,8 +221,12 @@ def serve_here(
     config: "ServerConfig",
     bound: "socket.socket",
     started: "Callable[[str], None]",
+    loaded: "Callable[[LoadedModel], None]" = lambda model: None,
 ) -> None:
-    """Load the model and serve it in this process; see hmt.server.serve."""
+    """Load the model and serve it in this process; see hmt.server.serve.
+
+    `loaded` is told of the model before anything is asked of it.
+    """
     import hmt.server as room
     from hmt.formats import shown_name
     from hmt.memory import limit_malloc_arenas
@@ -237,10 +242,11 @@ def serve_here(
             engines = Engine(**arguments)
             if told := engines.numa:
                 notes().print(f"NUMA: {told}", soft_wrap=True, markup=False)
-            loaded = engines.load_model(path, progress=report, host_memory=first)
+            model = engines.load_model(path, progress=report, host_memory=first)
+    loaded(model)
     others = room.LoadableModels(engines, also) if also else None
     with engines:
-        room.serve(loaded, config, bound, started, others)
+        room.serve(model, config, bound, started, others)
 
 
 def _serve_replicas(
