@@ -1,5 +1,6 @@
 """`hmt serve`: a model over HTTP, the OpenAI way."""
 
+import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,14 @@ import typer
 from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
-from hmt.cli.options import EngineOptions, ModelArgument, RememberOption, choose_model, expand
+from hmt.cli.options import (
+    STARTED,
+    EngineOptions,
+    ModelArgument,
+    RememberOption,
+    choose_model,
+    expand,
+)
 from hmt.cli.plan_options import suggesting
 from hmt.cli.remembered import settled
 
@@ -269,6 +277,10 @@ def _serve_replicas(
     ):  # fmt: skip
         if given:
             raise ConfigError(f"{option} is of one server, and --dp {server.dp} starts several")
+    if STARTED in os.environ:
+        raise ConfigError(
+            "torchrun starts the processes of one server: leave --dp out, or torchrun"
+        )
     own = replace(server, api_key=None, api_key_file=None, dp=1, log_requests=False, origin=None)
     keys = [f"sha256:{one.hex()}" for one in config.keys.hashes]
     parts = divided(engine, server.dp)
