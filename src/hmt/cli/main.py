@@ -4,7 +4,6 @@ Commands import what computes when they run, so that `hmt --help` answers at onc
 """
 
 import logging
-import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -27,7 +26,6 @@ from hmt.cli import (
     simulate,
     streams,
 )
-from hmt.cli.options import STARTED
 from hmt.cli.retired_flags import by_new_names
 
 app = typer.Typer(
@@ -67,24 +65,10 @@ def hmt(
 
     Without a command: shows what this machine can run, and lets one be chosen.
     """
-    if STARTED in os.environ:
-        _join_torchrun(context)
     if context.invoked_subcommand is None:
         from hmt.cli.first_run import first_run
 
         first_run()
-
-
-def _join_torchrun(context: typer.Context) -> None:
-    """Compute with the first of the processes that torchrun has started; nothing in that one."""
-    from hmt.engine.ranks.torchrun import Launch
-
-    launch = Launch.of_this_process()
-    if launch is None or launch.rank == 0:
-        return
-    if context.invoked_subcommand in ("run", "serve"):
-        launch.join()
-    raise typer.Exit
 
 
 def main() -> NoReturn:

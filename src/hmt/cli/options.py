@@ -5,7 +5,6 @@ command line options that its fields declare.
 """
 
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial, wraps
@@ -17,12 +16,11 @@ import typer
 
 from hmt.base.errors import ConfigError
 from hmt.cli.presets import preset_settings
+from hmt.cli.torchrun import launch
 
 if TYPE_CHECKING:
     from hmt.contracts.request import Sampling
     from hmt.engine import LoadedModel
-
-STARTED = "TORCHELASTIC_RUN_ID"  # in the environment of what torchrun starts
 
 # Options by the panel of the help in which they are.
 _memory = partial(typer.Option, rich_help_panel="Memory")
@@ -320,22 +318,19 @@ class EngineOptions:
         named["max_batch"] = 1  # a command answers one request after the other
         if self.numa is not None:
             named["numa"] = _nodes(self.numa)
-        if STARTED in os.environ:
-            _with_launched(named)
+        _with_launched(named)
         return {name: value for name, value in named.items() if value is not None}
 
 
 def _with_launched(named: dict[str, Any]) -> None:
     """Let the processes that torchrun started divide the layers, where nothing else is asked."""
-    from hmt.engine.ranks.torchrun import Launch
-
-    launch = Launch.of_this_process()
-    if launch is None:
+    found = launch()
+    if found is None:
         return
     tp, ep, pp = named["tp"], named["ep"], named["pp"]
     if tp is ep is pp is None:
-        named["tp"] = tp = launch.ranks
-    launch.check(max(tp or 1, ep or 1) * (pp or 1))
+        named["tp"] = tp = found.ranks
+    found.check(max(tp or 1, ep or 1) * (pp or 1))
 
 
 @dataclass(frozen=True, slots=True)

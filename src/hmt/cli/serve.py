@@ -1,6 +1,5 @@
 """`hmt serve`: a model over HTTP, the OpenAI way."""
 
-import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,16 +10,10 @@ import typer
 from hmt.base.errors import ConfigError, MachineError
 from hmt.base.units import parse_bytes
 from hmt.cli.console import loading, notes
-from hmt.cli.options import (
-    STARTED,
-    EngineOptions,
-    ModelArgument,
-    RememberOption,
-    choose_model,
-    expand,
-)
+from hmt.cli.options import EngineOptions, ModelArgument, RememberOption, choose_model, expand
 from hmt.cli.plan_options import suggesting
 from hmt.cli.remembered import settled
+from hmt.cli.torchrun import join_torchrun, launch
 
 if TYPE_CHECKING:
     import socket
@@ -195,6 +188,7 @@ def serve(
     remember: RememberOption = False,
 ) -> None:
     """Serve a model over HTTP, the OpenAI way, until Ctrl-C."""
+    join_torchrun()
     try:
         import hmt.server as room
     except ImportError as error:
@@ -277,7 +271,7 @@ def _serve_replicas(
     ):  # fmt: skip
         if given:
             raise ConfigError(f"{option} is of one server, and --dp {server.dp} starts several")
-    if STARTED in os.environ:
+    if launch() is not None:
         raise ConfigError(
             "torchrun starts the processes of one server: leave --dp out, or torchrun"
         )

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,10 +63,11 @@ class Launch:
     def _socket(self) -> str:
         return str(self.folder / "first")
 
-    def join(self) -> NoReturn:
-        """Compute what the first process says, until that ends."""
-        from hmt.engine.ranks.worker import main
+    def join(self, work: Callable[[int], NoReturn]) -> NoReturn:
+        """Compute what the first process says, until that ends.
 
+        `work` does, with the descriptor of a socket to it: see hmt.engine.ranks.worker.main.
+        """
         link, parent = socket.socket(socket.AF_UNIX), os.getppid()
         while os.getppid() == parent:
             with suppress(FileNotFoundError, ConnectionRefusedError):
@@ -73,7 +75,7 @@ class Launch:
                 link.connect(self._socket)
                 for number in (signal.SIGINT, signal.SIGTERM):  # torchrun sends them to all at once
                     signal.signal(number, signal.SIG_IGN)
-                main(link.detach())
+                work(link.detach())
             time.sleep(_RETRY_S)
         raise SystemExit(1)  # torchrun has ended
 
