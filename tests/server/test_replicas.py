@@ -38,7 +38,7 @@ def test_every_request_ends_although_a_replica_is_killed() -> None:
     config = ServerConfig(keys=KeyRing.of([KEY]))
 
     async def ask(client: Any, number: int) -> str:
-        body = asking(f"What is {number} + 30?", stream=bool(number % 2), max_tokens=24)
+        body = asking(f"What is {number} + 30?", stream=bool(number // 2 % 2), max_tokens=24)
         answer = await client.post(CHAT, json=body | {"ignore_eos": True})
         assert answer.status_code == 200
         text: str = answer.text
@@ -54,7 +54,7 @@ def test_every_request_ends_although_a_replica_is_killed() -> None:
             texts = await asyncio.gather(*asked)
             cut = [text for text in texts if "replica 1) has ended" in text]
             whole = [text for text in texts if '"finish_reason"' in text and text not in cut]
-            assert len(cut) + len(whole) == 24 and len(whole) > 12
+            assert len(cut) + len(whole) == 24 and len(whole) >= 12
             assert all(text.startswith("data: ") for text in cut), "others are asked again"
             again = [await ask(client, n) for n in range(2)]
             assert not any("has ended" in text for text in again)

@@ -16,6 +16,7 @@ import typer
 
 from hmt.base.errors import ConfigError
 from hmt.cli.presets import preset_settings
+from hmt.cli.torchrun import launch
 
 if TYPE_CHECKING:
     from hmt.contracts.request import Sampling
@@ -317,7 +318,19 @@ class EngineOptions:
         named["max_batch"] = 1  # a command answers one request after the other
         if self.numa is not None:
             named["numa"] = _nodes(self.numa)
+        _with_launched(named)
         return {name: value for name, value in named.items() if value is not None}
+
+
+def _with_launched(named: dict[str, Any]) -> None:
+    """Let the processes that torchrun started divide the layers, where nothing else is asked."""
+    found = launch()
+    if found is None:
+        return
+    tp, ep, pp = named["tp"], named["ep"], named["pp"]
+    if tp is ep is pp is None:
+        named["tp"] = tp = found.ranks
+    found.check(max(tp or 1, ep or 1) * (pp or 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,18 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, Final, NoReturn, TypeVar, get_args, get_type_hints
 
 from hmt.base.errors import HMTError
 from hmt.cli.options import EngineOptions
 from hmt.cli.serve import ServerOptions, serve_here
+from hmt.engine import LoadedModel
 
+_LOOK_S: Final = 0.5
 Options = TypeVar("Options", EngineOptions, ServerOptions)
 
 
@@ -47,7 +50,9 @@ def _serve(order: Mapping[str, Any], ready: Any) -> None:
     bound = socket.socket(socket.AF_UNIX)
     bound.bind(str(path))
     engine = _options(EngineOptions, order["engine"])
-    serve_here(Path(order["model"]), engine, server, config, bound, lambda address: ready())
+    serve_here(
+        Path(order["model"]), engine, server, config, bound, lambda address: ready(), _watch_ranks
+    )
 
 
 def _options(kind: type[Options], given: Mapping[str, Any]) -> Options:
@@ -63,10 +68,27 @@ def _is_path(hint: Any) -> bool:
     return hint is Path or Path in get_args(hint)
 
 
-def _end_with_stdin() -> None:
-    """The router's process has ended: let answers end, as SIGTERM does."""
-    sys.stdin.read()
+def _watch_ranks(model: LoadedModel) -> None:
+    """End where processes that compute the model with this one have: a new one takes its place."""
+
+    def watch() -> None:
+        while not any(rank.failure for rank in model.ranks):
+            time.sleep(_LOOK_S)
+        _terminate()
+
+    if model.ranks:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def _terminate() -> None:
+    """Let answers end, and then this process."""
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _end_with_stdin() -> None:
+    """The router's process has ended."""
+    sys.stdin.read()
+    _terminate()
 
 
 def _leave(status: int) -> NoReturn:

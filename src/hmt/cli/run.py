@@ -22,6 +22,7 @@ from hmt.cli.options import (
 )
 from hmt.cli.plan_options import suggesting
 from hmt.cli.remembered import settled
+from hmt.cli.torchrun import join_torchrun
 
 if TYPE_CHECKING:
     from hmt.cli.conversation import Conversation
@@ -109,6 +110,7 @@ def run(
     remember: RememberOption = False,
 ) -> None:
     """Answer a prompt, or chat, and say what it cost."""
+    join_torchrun()
     named = None if model is None or (prompt is None and _is_prompt(model)) else model
     engine = settled(engine, named, remember)
     path, prompt = choose(model, prompt)

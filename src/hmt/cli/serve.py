@@ -13,11 +13,13 @@ from hmt.cli.console import loading, notes
 from hmt.cli.options import EngineOptions, ModelArgument, RememberOption, choose_model, expand
 from hmt.cli.plan_options import suggesting
 from hmt.cli.remembered import settled
+from hmt.cli.torchrun import join_torchrun, launch
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from hmt.engine import LoadedModel
     from hmt.server import KeyRing, ServerConfig
 
 # Options by the panel of the help in which they are.
@@ -186,6 +188,7 @@ def serve(
     remember: RememberOption = False,
 ) -> None:
     """Serve a model over HTTP, the OpenAI way, until Ctrl-C."""
+    join_torchrun()
     try:
         import hmt.server as room
     except ImportError as error:
@@ -220,8 +223,12 @@ def serve_here(
     config: "ServerConfig",
     bound: "socket.socket",
     started: "Callable[[str], None]",
+    loaded: "Callable[[LoadedModel], None]" = lambda model: None,
 ) -> None:
-    """Load the model and serve it in this process; see hmt.server.serve."""
+    """Load the model and serve it in this process; see hmt.server.serve.
+
+    `loaded` is told of the model before anything is asked of it.
+    """
     import hmt.server as room
     from hmt.formats import shown_name
     from hmt.memory import limit_malloc_arenas
@@ -237,10 +244,11 @@ def serve_here(
             engines = Engine(**arguments)
             if told := engines.numa:
                 notes().print(f"NUMA: {told}", soft_wrap=True, markup=False)
-            loaded = engines.load_model(path, progress=report, host_memory=first)
+            model = engines.load_model(path, progress=report, host_memory=first)
+    loaded(model)
     others = room.LoadableModels(engines, also) if also else None
     with engines:
-        room.serve(loaded, config, bound, started, others)
+        room.serve(model, config, bound, started, others)
 
 
 def _serve_replicas(
@@ -263,6 +271,10 @@ def _serve_replicas(
     ):  # fmt: skip
         if given:
             raise ConfigError(f"{option} is of one server, and --dp {server.dp} starts several")
+    if launch() is not None:
+        raise ConfigError(
+            "torchrun starts the processes of one server: leave --dp out, or torchrun"
+        )
     own = replace(server, api_key=None, api_key_file=None, dp=1, log_requests=False, origin=None)
     keys = [f"sha256:{one.hex()}" for one in config.keys.hashes]
     parts = divided(engine, server.dp)

@@ -23,6 +23,7 @@ from hmt.contracts.sharding import Collective
 from hmt.contracts.step import SchedulerOutput
 from hmt.distributed import RankGroup
 from hmt.engine.config import EngineConfig
+from hmt.engine.ranks.torchrun import Launch, LaunchedRank
 from hmt.engine.run_summary import RankAccount
 from hmt.kernels.backend_registry import backend_on
 from hmt.memory.device import Device
@@ -58,27 +59,30 @@ class RankWorkers:
         self._ready: dict[int, bool] = {}  # by rank: whether it can begin steps early
         self._failure: HMTError | None = None
         self._closing = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | LaunchedRank] = []
         self._links: list[socket.socket] = []
         try:
+            launch = Launch.of_this_process()
+            came = [] if launch is None else launch.wait_for_others()
             for order in orders:
-                self._start(order | {"folder": str(self._folder)})
+                link, process = came.pop() if came else _started(order["rank"])
+                self._begin(link, process, order | {"folder": str(self._folder)})
         except BaseException:
             self.close()
             raise
 
-    def _start(self, order: dict[str, Any]) -> None:
-        ours, theirs = socket.socketpair()
-        try:
-            process = start_process(theirs)
-        except OSError as error:
-            ours.close()
-            raise MachineError(f"rank {order['rank']} cannot be started: {error}") from error
+    def _begin(
+        self,
+        link: socket.socket,
+        process: "subprocess.Popen[bytes] | LaunchedRank",
+        order: dict[str, Any],
+    ) -> None:
+        """Tell a process what it is to do, and hear what it says."""
         self._processes.append(process)
-        self._links.append(ours)
-        send(ours, order)
+        self._links.append(link)
+        send(link, order)
         hears = threading.Thread(
-            target=self._hear, args=(order["rank"], ours, process), name="hmt-rank", daemon=True
+            target=self._hear, args=(order["rank"], link, process), name="hmt-rank", daemon=True
         )
         hears.start()
 
@@ -143,7 +147,9 @@ class RankWorkers:
         assert self._failure is not None
         return self._failure
 
-    def _hear(self, rank: int, link: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    def _hear(
+        self, rank: int, link: socket.socket, process: "subprocess.Popen[bytes] | LaunchedRank"
+    ) -> None:
         """What a worker says, until it ends."""
         try:
             while True:
@@ -197,6 +203,16 @@ class RankWorkers:
 def on_gpu(devices: Sequence[Device]) -> bool:
     """Whether ranks that compute on `devices` meet on GPUs, and not in host memory."""
     return any(not backend_on(device.where).on_host for device in devices)
+
+
+def _started(rank: int) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+    """A new process, and a socket to it.  Raises MachineError."""
+    ours, theirs = socket.socketpair()
+    try:
+        return ours, start_process(theirs)
+    except OSError as error:
+        ours.close()
+        raise MachineError(f"rank {rank} cannot be started: {error}") from error
 
 
 def start_process(link: socket.socket) -> "subprocess.Popen[bytes]":
