@@ -11,6 +11,7 @@ from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.model import Model
 from hmt.engine.loading.source import open_source, sensitive_of, target
+from hmt.memory.device import Device
 from hmt.models import open_model
 from hmt.quant import Scheme
 from hmt.quant.methods.interface import Target
@@ -36,6 +37,7 @@ class Job:
     rotation    of hidden states, or None
     sequences   token ids of calibration; none where inputs are not looked at
     section     `quantization_config` of the new config.json
+    gpu         that computes; None: the CPU does
     """
 
     checkpoint: Checkpoint
@@ -47,6 +49,12 @@ class Job:
     sequences: list[list[int]]
     options: QuantizeOptions
     section: Mapping[str, Any]
+    gpu: Device | None = None
+
+    @property
+    def where(self) -> torch.device:
+        """Where layers and methods are computed."""
+        return torch.device("cpu") if self.gpu is None else self.gpu.where
 
     @property
     def tokens(self) -> int:
@@ -66,12 +74,18 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What two runs must share for one to go on with what the other has written."""
         own = dict(self.options.identity())
-        del own["host_memory_bytes"]  # what of it counts is remembered: see `driver.py`
+        # What of memory counts is remembered: see `driver.py`.  Equal GPUs give equal numbers.
+        del own["host_memory_bytes"], own["gpu_memory_bytes"]
+        own["gpu"] = None if self.gpu is None else self.gpu.name
         return own | identity(self.checkpoint, self.sequences)
 
 
-def prepare(path: Path, options: QuantizeOptions) -> Job:
-    """What quantising the checkpoint in folder `path` is.  Raises CheckpointError, ConfigError."""
+def prepare(path: Path, options: QuantizeOptions, gpu: Device | None = None) -> Job:
+    """What quantising the checkpoint in folder `path` is.
+
+    gpu   that computes; None: the CPU does
+    Raises CheckpointError, ConfigError.
+    """
     source = open_source(path)
     if source.pack is not None:
         raise CheckpointError(f"{path} is a pack: quantise the checkpoint that it was made of")
@@ -113,14 +127,15 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
         length = min(options.length, model.spec.max_context)
         count = options.sequences
         if options.calibration == OWN:
-            sequences = own_sequences(path, count, length, options.host_memory_bytes)
+            sequences = own_sequences(path, count, length, options)
         else:
             sequences = calibration_sequences(
                 options.calibration, source.tokenizer(), count, length
             )
     return Job(
-        checkpoint, model, layouts, works, procedure, rotation, sequences, options, _section(works)
-    )
+        checkpoint, model, layouts, works, procedure, rotation, sequences, options,
+        _section(works), gpu,
+    )  # fmt: skip
 
 
 def with_forms(job: Job, chosen: Mapping[str, Target | str]) -> Job:
