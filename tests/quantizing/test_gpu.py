@@ -90,9 +90,9 @@ def test_memory_of_the_gpu_is_a_budget_of_its_own(dense: Path, tmp_path: Path):
     least = replace(whole.plan, statistics=0, activations=0).device_total
     with pytest.raises(BudgetError, match=r"--gpu-memory, or 0"):
         quantize(dense, tmp_path / "none", options(**asked, gpu_memory_bytes=least))
-    some = options(**asked, gpu_memory_bytes=int(whole.plan.device_total * 0.8))
+    some = options(**asked, gpu_memory_bytes=int(whole.plan.device_total * 0.95))
     fits = quantize(dense, tmp_path / "some", some)
-    assert fits.plan.device_total <= int(some.gpu_memory_bytes * 0.99)
+    assert fits.plan.device_total <= int(some.gpu_memory_bytes * 0.9)
     assert fits.plan.batch < whole.plan.batch or fits.plan.statistics < whole.plan.statistics
     assert errors(fits.report) == pytest.approx(errors(whole.report), rel=0.05)
 
@@ -134,6 +134,7 @@ def test_what_a_gpu_began_another_device_does_not_end(dense: Path, tmp_path: Pat
 def test_a_gpu_errs_as_the_cpu_does_and_repeats_itself(method: str, tmp_path: Path):
     model = checkpoint(tmp_path / "model", DENSE)
     asked = {"method": method, "gpu": "0", "gpu_memory_bytes": 2 << 30}
+    torch.cuda.reset_peak_memory_stats()
     once = quantize(model, tmp_path / "once", options(**asked))
     quantize(model, tmp_path / "again", options(**asked))
     assert contents(tmp_path / "once") == contents(tmp_path / "again")

@@ -70,12 +70,14 @@ def quantize(
     DiskWriteError and NumericsError.
     """
     with ExitStack() as stack:
-        gpu = None if options.gpu is None else open_device(options.gpu)
+        gpu = None
+        if options.gpu is not None:
+            gpu = open_device(options.gpu)
+            stack.callback(gpu.close)
         budgets = {Tier.HOST: options.host_memory_bytes}
         job = prepare(model, options, gpu)
         check_size(job)
         if gpu is not None:
-            stack.callback(gpu.close)
             # Behind the engine, which may have written the calibration's text there.
             budgets[Tier.DEVICE] = device_budget(gpu, options.gpu_memory_bytes)
             stack.enter_context(gpu.compute_stream())

@@ -33,6 +33,9 @@ ROWS_NUMBERS = 4 * MIB
 _WEIGHT_BYTES = 24
 # Copies of a Hessian in f64: damped, its factor, the inverse of that; GPTQ is measured to take 37.
 _HESSIAN_BYTES = 40
+# Of a GPU's budget: the rest is for what lies between torch's buffers and for workspaces of its
+# libraries.  Assumed; torch is held to the whole budget, and ends a run that takes more.
+_PLANNED = 0.85
 _ACTIVATION_COPIES = 3  # plain torch joins parts that kernels write side by side
 
 
@@ -108,6 +111,7 @@ def plan_memory(
     begun      shares of the run that this one goes on for: statistics and activations stay, as in
             which order inputs are summed up is seen in the last bits
     """
+    device = None if device is None else int(device * _PLANNED)
     needs, changed = procedure.needs, procedure.changes_weights
     # Codes, scales and what they become while they are written, of one weight.
     staging = max(4 * unit.numbers for layer in works for unit in layer.units)
@@ -241,7 +245,7 @@ def _checked(plan: MemoryPlan, budget: int, device: int | None) -> MemoryPlan:
         parts += f", {format_bytes(plan.activations)} for one sequence"
     if device is not None and plan.device_total > device:
         raise BudgetError(
-            f"{format_bytes(device)} of the GPU's memory are left for this, and quantising this "
+            f"{format_bytes(device)} of the GPU's memory are left for tensors, and quantising this "
             f"model there takes {format_bytes(plan.device_total)} ({format_bytes(plan.copies)} for "
             f"blocks, {parts}): give so much more of --gpu-memory, or 0 for the CPU alone"
         )
