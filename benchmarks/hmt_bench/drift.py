@@ -49,7 +49,9 @@ def run(
         for file in model.iterdir() if model.is_dir() else (model,):
             link = folder / file.name if model.is_dir() else folder
             link.symlink_to(file.resolve())
-        options = {"context": 16 * _LENGTH, "max_batch": 8, "speculate": "off"} | options
+        # Of several threads that compute, the time that one waits for another would count.
+        usual = {"context": 16 * _LENGTH, "speculate": "off", "threads": 1}
+        options = usual | options | {"max_batch": 8}
         progress("calibrating")
         with hmt.Engine(**options) as engine:
             loaded = engine.load_model(folder)

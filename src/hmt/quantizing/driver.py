@@ -75,7 +75,10 @@ def quantize(
             gpu = open_device(options.gpu)
             stack.callback(gpu.close)
         budgets = {Tier.HOST: options.host_memory_bytes}
-        job = prepare(model, options, gpu)
+        if gpu is None:
+            job = prepare(model, options)
+        else:
+            job = prepare(model, options, gpu.where, gpu.name)
         check_size(job)
         if gpu is not None:
             # Behind the engine, which may have written the calibration's text there.

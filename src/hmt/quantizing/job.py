@@ -11,7 +11,6 @@ from hmt.base.errors import CheckpointError, ConfigError
 from hmt.contracts.checkpoint import Checkpoint
 from hmt.contracts.model import Model
 from hmt.engine.loading.source import open_source, sensitive_of, target
-from hmt.memory.device import Device
 from hmt.models import open_model
 from hmt.quant import Scheme
 from hmt.quant.methods.interface import Target
@@ -27,6 +26,8 @@ from hmt.quantizing.structure import FOLDABLE
 from hmt.quantizing.units import LayerWork, plan_work
 from hmt.weights import bind, lay_out
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -37,7 +38,8 @@ class Job:
     rotation    of hidden states, or None
     sequences   token ids of calibration; none where inputs are not looked at
     section     `quantization_config` of the new config.json
-    gpu         that computes; None: the CPU does
+    where       layers and methods are computed
+    gpu         what the GPU that does is called; None: the CPU does
     """
 
     checkpoint: Checkpoint
@@ -49,12 +51,8 @@ class Job:
     sequences: list[list[int]]
     options: QuantizeOptions
     section: Mapping[str, Any]
-    gpu: Device | None = None
-
-    @property
-    def where(self) -> torch.device:
-        """Where layers and methods are computed."""
-        return torch.device("cpu") if self.gpu is None else self.gpu.where
+    where: torch.device = _HOST
+    gpu: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -76,14 +74,17 @@ class Job:
         own = dict(self.options.identity())
         # What of memory counts is remembered: see `driver.py`.  Equal GPUs give equal numbers.
         del own["host_memory_bytes"], own["gpu_memory_bytes"]
-        own["gpu"] = None if self.gpu is None else self.gpu.name
+        own["gpu"] = self.gpu
         return own | identity(self.checkpoint, self.sequences)
 
 
-def prepare(path: Path, options: QuantizeOptions, gpu: Device | None = None) -> Job:
+def prepare(
+    path: Path, options: QuantizeOptions, where: torch.device = _HOST, gpu: str | None = None
+) -> Job:
     """What quantising the checkpoint in folder `path` is.
 
-    gpu   that computes; None: the CPU does
+    where   it is computed
+    gpu     what the GPU that does is called; None: the CPU does
     Raises CheckpointError, ConfigError.
     """
     source = open_source(path)
@@ -134,7 +135,7 @@ def prepare(path: Path, options: QuantizeOptions, gpu: Device | None = None) -> 
             )
     return Job(
         checkpoint, model, layouts, works, procedure, rotation, sequences, options,
-        _section(works), gpu,
+        _section(works), where, gpu,
     )  # fmt: skip
 
 
