@@ -82,4 +82,4 @@ def test_watching_is_timed_and_drift_is_counted(bench, tmp_path):
     ]  # fmt: skip
     assert content["alarms"]["three tokens again and again"] == [2, 2]
     assert content["alarms"]["held-out"][1] == 2
-    assert "held-out: " in done.out and "of the time" in done.out
+    assert "held-out: " in done.out and "more time" in done.out

@@ -163,15 +163,16 @@ def test_one_pass_is_gptqs_own_arithmetic():
     assert torch.equal(found.codes, expected.codes)
 
 
-@pytest.mark.parametrize("target", [t for t in TARGETS if t.kind == "int"])
+@EACH
 def test_signed_rounding_errs_less_and_in_no_row_more(target):
     inputs, weight = correlated(128), random(32, 128, seed=3)
     mean = inputs.hessian.double() / inputs.tokens
     before = output_errors(weight, Rounding(weighted=True).quantize(weight, inputs, target), mean)
-    made = SignRound().quantize(weight, inputs, target)
+    made = SignRound(steps=100).quantize(weight, inputs, target)
     after = output_errors(weight, made, mean)
     assert (after <= before * 1.0001).all() and after.sum() < 0.8 * before.sum()
-    assert torch.equal(made.scales, made.scales.bfloat16().float())
+    if target.kind == "int":
+        assert torch.equal(made.scales, made.scales.bfloat16().float())
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.kind == "int"])
@@ -192,9 +193,20 @@ def test_signed_rounding_stays_beside_the_nearest(target):
     assert ((codes - exact).abs()[inside] <= 1.001).all()
 
 
-def test_signed_rounding_is_for_integers():
-    with pytest.raises(ConfigError, match="not nvfp4"):
-        SignRound().quantize(random(4, 64), correlated(64), Target("nvfp4", group_size=16))
+def test_signed_rounding_of_floats_takes_one_of_two_neighbours():
+    inputs, weight = correlated(128), random(8, 128, seed=3)
+    target = Target("mxfp4", group_size=32)
+    start = Rounding(weighted=True).quantize(weight, inputs, target)
+    made = SignRound(steps=20).quantize(weight, inputs, target)
+    assert torch.equal(made.scales, start.scales)  # powers of two
+    shares = weight / made.steps().repeat_interleave(32, 1)
+    grid = torch.tensor([-6, -4, -3, -2, -1.5, -1, -0.5, 0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = made.dequantized() / made.steps().repeat_interleave(32, 1)
+    inside = shares.abs() < 6
+    at = torch.bucketize(shares[inside], grid, right=True)
+    taken = numbers[inside]
+    assert ((taken == grid[at - 1]) | (taken == grid[at])).all()
+    assert not torch.equal(made.codes, start.codes)
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.kind == "int"])

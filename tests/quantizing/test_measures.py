@@ -39,7 +39,7 @@ def test_distributions_that_move_apart_diverge_more():
 
 
 def test_sampled_rows_come_from_all_that_was_given():
-    sampled = SampledInputs(2, shares=4)
+    sampled = SampledInputs(2, shares=4, where=torch.device("cpu"))
     for call in range(4):
         sampled.add(torch.arange(2000.0)[:, None].expand(-1, 2) + 2000 * call)
     rows = sampled.rows()[:, 0]

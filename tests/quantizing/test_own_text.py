@@ -13,18 +13,18 @@ from hmt.quantizing.own_text import _kept, own_sequences
 from hmt.text import Tokenizer
 
 MINI = Path(__file__).parents[2] / "src" / "hmt" / "embedded" / "mini-dense"
-BUDGET = 256 << 20
+MEMORY = QuantizeOptions(host_memory_bytes=256 << 20)
 
 
 def test_chats_come_first_and_text_adds_about_as_many_tokens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "first"))
-    made = own_sequences(MINI, 16, 256, BUDGET)
+    made = own_sequences(MINI, 16, 256, MEMORY)
     monkeypatch.setenv("HMT_CACHE", str(tmp_path / "second"))
-    assert made == own_sequences(MINI, 16, 256, BUDGET), "the same is written again"
+    assert made == own_sequences(MINI, 16, 256, MEMORY), "the same is written again"
     monkeypatch.setattr("hmt.quantizing.own_text.Engine", None)
-    assert made == own_sequences(MINI, 16, 256, BUDGET), "nothing is written"
+    assert made == own_sequences(MINI, 16, 256, MEMORY), "nothing is written"
     tokenizer = Tokenizer.open(MINI)
     begin, answer = tokenizer.encode("<|begin|><|user|>"), tokenizer.encode("<|assistant|>")
     chats = [ids for ids in made if answer[0] in ids]
@@ -49,7 +49,7 @@ def test_what_was_written_is_kept_by_its_settings(monkeypatch: pytest.MonkeyPatc
 
 def test_turns_that_do_not_end_follow_where_few_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hmt.quantizing.own_text._TURN", 128)  # 2 tokens
-    made = own_sequences(MINI, 16, 256, BUDGET)
+    made = own_sequences(MINI, 16, 256, MEMORY)
     assert [len(ids) for ids in made[:4]] == [4] * 4  # with <|begin|> and <|user|>
     assert len(made) == 5
 
@@ -58,7 +58,7 @@ def test_a_model_without_a_template_is_refused(tmp_path: Path):
     model = checkpoint(tmp_path / "model", DENSE)
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
-        own_sequences(model, 2, 64, BUDGET)
+        own_sequences(model, 2, 64, MEMORY)
 
 
 def test_the_mixed_recipe_gives_bits_to_what_suffers_and_no_more():

@@ -52,8 +52,10 @@ def rotated(job: Job, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
             for place in own
             if place in job.rotation.norms(work.index)
         }
-        make = job.rotation.trunk if work.index == TRUNK else None
-        changes: Changes = make(norms) if make else job.rotation.layer(work.index, norms)
+        if work.index == TRUNK:
+            changes = job.rotation.trunk(norms, Changes())
+        else:
+            changes = job.rotation.layer(work.index, norms, Changes())
         names = [f"{unit.module}.weight" for unit in work.units]
         for name in names + [record.name for record in work.copied]:
             tied = tensors["model.embed_tokens.weight"]

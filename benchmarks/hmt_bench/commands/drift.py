@@ -19,7 +19,9 @@ def drift(
     model: ModelArgument = None,
     pieces: Annotated[int, typer.Option(min=1, help="Of held-out text, how many.")] = 110,
     sequences: Annotated[int, typer.Option(min=4, help="Pieces that calibrate.")] = 128,
-    runs: Annotated[int, typer.Option(min=1, help="Runs; medians count.")] = 3,
+    runs: Annotated[
+        int, typer.Option(min=1, help="Pairs of runs, watched and not; medians count.")
+    ] = 25,
     json: Annotated[Path | None, file_to_write("File to write the results to.")] = None,
 ) -> None:
     """Requests whose activations are watched: the cost in steps, false alarms, drift caught."""
@@ -33,10 +35,12 @@ def drift(
         )  # fmt: skip
     console = Console(highlight=False)
     table = Table(title=content["model"], title_justify="left", box=None)
-    for name in ("", "of the time", "tokens/s"):
+    for name in ("", "more time", "quartiles", "tokens/s"):
         table.add_column(name, justify="right" if name else "left")
     for cost in content["costs"]:
-        table.add_row(cost["case"], f"{cost['share']:.2%}", f"{cost['tokens_per_s']:.0f}")
+        quartiles = " to ".join(f"{share:.2%}" for share in cost["quartiles"])
+        rate = f"{cost['tokens_per_s']:.0f}"
+        table.add_row(cost["case"], f"{cost['share']:.2%}", quartiles, rate)
     console.print(table)
     for kind, (alarms, of) in content["alarms"].items():
         console.print(f"{kind}: {alarms} of {of} drift")

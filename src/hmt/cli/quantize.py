@@ -43,6 +43,8 @@ def quantize(
     sequences: options.Sequences = 128,
     length: options.Length = 512,
     host_memory: options.HostMemory = None,
+    gpu_memory: options.GpuMemory = None,
+    gpus: options.Gpus = None,
     force: options.Force = False,
 ) -> None:
     """Quantise a model block by block, as a folder that transformers, vLLM and HMT load.
@@ -58,6 +60,11 @@ def quantize(
             from hmt.quantizing import quantize as run
 
             begin = time.perf_counter()
+            memory = EngineConfig.resolve(
+                host_memory=host_memory, gpu_memory=gpu_memory, gpus=_usual_gpu(gpus, gpu_memory)
+            )
+            if len(memory.gpus or ()) > 1:
+                raise ConfigError(f"--gpus {gpus}: one GPU quantises; name one")
             wanted = QuantizeOptions(
                 method=method,
                 target=target_named(form, bits, group_size, not asymmetric),
@@ -69,13 +76,24 @@ def quantize(
                 sensitivity=sensitivity,
                 target_bytes=None if target_size is None else parse_bytes(target_size),
                 widths=WIDTHS if widths is None else _widths(widths),
-                host_memory_bytes=EngineConfig.resolve(host_memory=host_memory).host_memory_bytes,
+                host_memory_bytes=memory.host_memory_bytes,
+                gpu=(memory.gpus or ("0",))[0] if memory.on_gpu else None,
+                gpu_memory_bytes=(memory.gpu_memory_bytes or (None,))[0],
             )
             done = run(model.expanduser(), out.expanduser(), wanted, force=force, progress=report)
     except KeyboardInterrupt:
         notes().print("stopped; the same command goes on from here")
         raise typer.Exit(_INTERRUPTED) from None
     _print(done, out, time.perf_counter() - begin)
+
+
+def _usual_gpu(given: str | None, memory: str | None) -> str | None:
+    """The GPU to compute on: the first, where there is one and nothing else is said."""
+    from hmt.memory.device import gpu_is_usable
+
+    if given is None and memory is None and gpu_is_usable():
+        return "0"
+    return given
 
 
 def _bits_of(given: str) -> tuple[str, int]:

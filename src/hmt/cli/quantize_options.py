@@ -83,6 +83,17 @@ HostMemory = Annotated[
         "left out."
     ),
 ]
+GpuMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of the GPU to use, such as 16GiB; 90% of what is free when left out; 0: the "
+        "CPU computes alone."
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="Which GPU computes, by number; the first, where there is one."),
+]
 Force = Annotated[
     bool,
     typer.Option("--force", help="Replace a quantised model in OUT, once the new is complete."),

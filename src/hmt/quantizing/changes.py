@@ -9,6 +9,8 @@ from hmt.quantizing.structure import Folding, ParamId
 
 Change = Callable[[Tensor], Tensor]
 
+_HOST = torch.device("cpu")
+
 
 class Changes:
     """Functions of parameters, by place; each gets and gives numbers of one shape and dtype.
@@ -17,11 +19,10 @@ class Changes:
     layer: tables can be changed some rows at a time.
     """
 
-    def __init__(self, before: "Changes | None" = None) -> None:
-        """Those of `before`, to which others may be added."""
+    def __init__(self, where: torch.device = _HOST) -> None:
+        """None yet; they are computed on the device `where`."""
+        self.where = where
         self._functions: dict[ParamId, tuple[Change, ...]] = {}
-        if before is not None:
-            self._functions |= before._functions
 
     def __contains__(self, place: object) -> bool:
         return place in self._functions
@@ -31,7 +32,8 @@ class Changes:
         self._functions[place] = (*self._functions.get(place, ()), change)
 
     def of(self, place: ParamId, numbers: Tensor) -> Tensor:
-        """What numbers of a parameter become."""
+        """What numbers of a parameter become, on the changes' device."""
+        numbers = numbers.to(self.where)
         for change in self._functions.get(place, ()):
             numbers = change(numbers)
         return numbers
@@ -44,7 +46,7 @@ def fold(changes: Changes, folding: Folding, factors: Tensor, made: Mapping[str,
            its dtype allows, and what that lacks the weights behind make up for
     """
     before = folding.before
-    stored = made[before.name]
+    stored = made[before.name].to(changes.where)
     if stored.dim() == 1:
         now = changes.of(before, stored.to(factors.dtype))
         divided = (now / factors).to(stored.dtype).to(factors.dtype)

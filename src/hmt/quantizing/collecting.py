@@ -25,7 +25,8 @@ def collect(
 
     Nothing is computed where nothing is wanted.  done   is called after each step
     """
-    found = {place: Collector(needs, columns) for place, columns in inputs.items()}
+    where = changes.where
+    found = {place: Collector(needs, columns, where) for place, columns in inputs.items()}
     if found:
         observer = Observer(found.__contains__, lambda place, given: found[place].add(given))
         weights = LayerWeights(store, observer=observer, changes=changes)

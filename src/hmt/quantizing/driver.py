@@ -17,7 +17,9 @@ from typing import Any
 
 from hmt.base.units import MIB
 from hmt.contracts.plan import Tier
+from hmt.engine.loading.device import device_budget
 from hmt.memory import Ledger
+from hmt.memory.device import open_device
 from hmt.quant.sensitive import SENSITIVE_FILE, sensitive_entries
 from hmt.quantizing.deciding import Decision, check_size, decide
 from hmt.quantizing.folder import REPORT, PartialFolder
@@ -58,22 +60,36 @@ def quantize(
 ) -> Quantized:
     """Quantise the checkpoint in folder `model`, as a compressed-tensors folder `out`.
 
-    Memory for weights, statistics and activations stays within the options' budget.  What an
+    Memory for weights, statistics and activations stays within the options' budgets.  What an
     earlier call with the same options has written before it was ended is gone on with.
     `progress(what, done, of so many)` is told of work in bytes of weights; what it raises ends it.
 
     Raises ConfigError where `out` cannot be or exists (with `force` a model that this made is
     replaced, once the new one is complete) or options cannot be met, BudgetError where the budget
-    is too small, CheckpointError, DiskReadError, DiskWriteError and NumericsError.
+    is too small, MachineError where the GPU cannot be used, CheckpointError, DiskReadError,
+    DiskWriteError and NumericsError.
     """
-    job = prepare(model, options)
-    check_size(job)
     with ExitStack() as stack:
+        gpu = None
+        if options.gpu is not None:
+            gpu = open_device(options.gpu)
+            stack.callback(gpu.close)
+        budgets = {Tier.HOST: options.host_memory_bytes}
+        if gpu is None:
+            job = prepare(model, options)
+        else:
+            job = prepare(model, options, gpu.where, gpu.name)
+        check_size(job)
+        if gpu is not None:
+            # Behind the engine, which may have written the calibration's text there.
+            budgets[Tier.DEVICE] = device_budget(gpu, options.gpu_memory_bytes)
+            stack.enter_context(gpu.compute_stream())
+            stack.enter_context(gpu.limited(budgets[Tier.DEVICE]))
         folder = PartialFolder(out, job.identity(), force=force)
         stack.callback(folder.close)
-        plan = _planned(job, folder)
+        plan = _planned(job, folder, budgets.get(Tier.DEVICE))
         folder.check_room(_room(job))
-        ledger = Ledger({Tier.HOST: options.host_memory_bytes})
+        ledger = Ledger(budgets)
         if options.measures:
             decision = decide(job, MeasureRun(job, plan, folder, ledger, progress).run())
             report = _as_decided(job, decision, plan, folder, ledger, progress)
@@ -105,8 +121,8 @@ def _as_decided(
     return report
 
 
-def _planned(job: Job, folder: PartialFolder) -> MemoryPlan:
-    """Shares of the budget; those of an earlier run where this one goes on for it."""
+def _planned(job: Job, folder: PartialFolder, device: int | None) -> MemoryPlan:
+    """Shares of the budgets; those of an earlier run where this one goes on for it."""
     before = None if folder.begun is None else MemoryPlan(**folder.begun)
     plan = plan_memory(
         job.options.host_memory_bytes,
@@ -117,6 +133,7 @@ def _planned(job: Job, folder: PartialFolder) -> MemoryPlan:
         job.sequences,
         before,
         measures=job.options.measures,
+        device=device,
     )
     if before is None:
         folder.remember(asdict(plan))

@@ -94,5 +94,5 @@ def _report(
         lines += json.loads(file.read_bytes())
     kept = {module: why for work in works for module, why in work.kept.items()}
     asked = dict(options.identity())
-    del asked["host_memory_bytes"]
+    del asked["host_memory_bytes"], asked["gpu_memory_bytes"]
     return {"options": asked, "calibration_tokens": tokens, "kept": kept, "weights": lines}

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,11 +33,16 @@ class HiddenStates:
     """
 
     def __init__(
-        self, model: Model, sequences: Sequence[Sequence[int]], folder: Path, batch: int
+        self,
+        model: Model,
+        sequences: Sequence[Sequence[int]],
+        folder: Path,
+        batch: int,
+        where: torch.device,
     ) -> None:
-        """Files are in `folder`; nothing is computed yet."""
-        self._model, self._folder = model, folder
-        self._batches = list(_batches(sequences, batch))
+        """Files are in `folder`; nothing is computed yet.  The device `where` will do it."""
+        self._model, self._folder, self._where = model, folder, where
+        self._batches = list(_batches(sequences, batch, where))
         self.tokens = sum(map(len, sequences))
 
     def file(self, layer: int) -> Path:
@@ -84,7 +89,7 @@ class HiddenStates:
             done()
             return out
 
-        with observed(None):
+        with observed(None, self._where):
             self._make(layer + 1, compute)
         self.file(layer).unlink(missing_ok=True)
 
@@ -92,7 +97,7 @@ class HiddenStates:
         self, layer: int, weights: Weights, observer: Observer, done: Callable[[], None]
     ) -> None:
         """Compute `layer` for all sequences, and let `observer` hear of it."""
-        with observed(observer), torch.inference_mode():
+        with observed(observer, self._where), torch.inference_mode():
             for batch, hidden in self._inputs(layer):
                 self._layer(layer, hidden, batch.step, weights)
                 done()
@@ -107,7 +112,7 @@ class HiddenStates:
 
     def output(self, layer: int, hidden: Tensor, step: Step, weights: Weights) -> Tensor:
         """What comes out of `layer` for inputs that `samples` gave."""
-        with observed(None), torch.inference_mode():
+        with observed(None, self._where), torch.inference_mode():
             return self._layer(layer, hidden, step, weights)
 
     def _layer(self, layer: int, hidden: Tensor, step: Step, weights: Weights) -> Tensor:
@@ -123,7 +128,7 @@ class HiddenStates:
                     hidden = torch.empty(rows, row_bytes // 4)
                     read_at(opened.fileno(), bytes_of(hidden), batch.first * row_bytes)
                     os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                    yield batch, hidden
+                    yield batch, hidden.to(self._where)
         except OSError as error:
             raise DiskReadError(f"{file} cannot be read: {os_reason(error)}") from error
 
@@ -137,7 +142,7 @@ class HiddenStates:
             opened = partial.open("wb", buffering=0)
         with opened:
             for batch, hidden in given:
-                out = compute(batch, hidden).float().contiguous()
+                out = compute(batch, hidden).float().cpu().contiguous()
                 with writing(f"writing {partial}"):
                     write_at(opened.fileno(), bytes_of(out), batch.first * out.shape[1] * 4)
                     sync_and_forget(opened.fileno())
@@ -146,7 +151,9 @@ class HiddenStates:
             sync_folder(self._folder)
 
 
-def _batches(sequences: Sequence[Sequence[int]], batch: int) -> Iterator[_Batch]:
+def _batches(
+    sequences: Sequence[Sequence[int]], batch: int, where: torch.device
+) -> Iterator[_Batch]:
     first = 0
     for start in range(0, len(sequences), batch):
         some = sequences[start : start + batch]
@@ -155,5 +162,15 @@ def _batches(sequences: Sequence[Sequence[int]], batch: int) -> Iterator[_Batch]
             for number, text in enumerate(some)
         ]
         step = Step.build(parts)
-        yield _Batch(first, step)
+        yield _Batch(first, _on_device(step, where))
         first += len(step.token_ids)
+
+
+def _on_device(step: Step, where: torch.device) -> Step:
+    """A step of tokens alone, of which nothing else is looked at."""
+    return replace(
+        step,
+        token_ids=step.token_ids.to(where),
+        positions=step.positions.to(where),
+        logit_rows=step.logit_rows.to(where),
+    )

@@ -26,6 +26,8 @@ from hmt.quantizing.structure import FOLDABLE
 from hmt.quantizing.units import LayerWork, plan_work
 from hmt.weights import bind, lay_out
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -36,6 +38,8 @@ class Job:
     rotation    of hidden states, or None
     sequences   token ids of calibration; none where inputs are not looked at
     section     `quantization_config` of the new config.json
+    where       layers and methods are computed
+    gpu         what the GPU that does is called; None: the CPU does
     """
 
     checkpoint: Checkpoint
@@ -47,6 +51,8 @@ class Job:
     sequences: list[list[int]]
     options: QuantizeOptions
     section: Mapping[str, Any]
+    where: torch.device = _HOST
+    gpu: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -66,12 +72,21 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What two runs must share for one to go on with what the other has written."""
         own = dict(self.options.identity())
-        del own["host_memory_bytes"]  # what of it counts is remembered: see `driver.py`
+        # What of memory counts is remembered: see `driver.py`.  Equal GPUs give equal numbers.
+        del own["host_memory_bytes"], own["gpu_memory_bytes"]
+        own["gpu"] = self.gpu
         return own | identity(self.checkpoint, self.sequences)
 
 
-def prepare(path: Path, options: QuantizeOptions) -> Job:
-    """What quantising the checkpoint in folder `path` is.  Raises CheckpointError, ConfigError."""
+def prepare(
+    path: Path, options: QuantizeOptions, where: torch.device = _HOST, gpu: str | None = None
+) -> Job:
+    """What quantising the checkpoint in folder `path` is.
+
+    where   it is computed
+    gpu     what the GPU that does is called; None: the CPU does
+    Raises CheckpointError, ConfigError.
+    """
     source = open_source(path)
     if source.pack is not None:
         raise CheckpointError(f"{path} is a pack: quantise the checkpoint that it was made of")
@@ -113,14 +128,15 @@ def prepare(path: Path, options: QuantizeOptions) -> Job:
         length = min(options.length, model.spec.max_context)
         count = options.sequences
         if options.calibration == OWN:
-            sequences = own_sequences(path, count, length, options.host_memory_bytes)
+            sequences = own_sequences(path, count, length, options)
         else:
             sequences = calibration_sequences(
                 options.calibration, source.tokenizer(), count, length
             )
     return Job(
-        checkpoint, model, layouts, works, procedure, rotation, sequences, options, _section(works)
-    )
+        checkpoint, model, layouts, works, procedure, rotation, sequences, options,
+        _section(works), where, gpu,
+    )  # fmt: skip
 
 
 def with_forms(job: Job, chosen: Mapping[str, Target | str]) -> Job:

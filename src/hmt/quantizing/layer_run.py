@@ -40,7 +40,9 @@ class LayerRun:
     ) -> None:
         self._job, self._plan, self._folder = job, plan, folder
         self._ledger, self._progress = ledger, progress
-        self._hidden = HiddenStates(job.model, job.sequences, folder.work, max(1, plan.batch))
+        self._hidden = HiddenStates(
+            job.model, job.sequences, folder.work, max(1, plan.batch), job.where
+        )
         self._groups = [
             statistics_groups(work, job.procedure.method.needs, plan.statistics)
             for work in job.works
@@ -144,5 +146,5 @@ class LayerRun:
             if spec.row_lookups:
                 trunk = layer_layouts(self._job.layouts, TRUNK, tables=True)
                 tables = stack.enter_context(open_store(trunk, self._ledger))
-            weights = LayerWeights(store, tables)
+            weights = LayerWeights(store, tables, changes=Changes(self._job.where))
             self._hidden.advance(work.index, weights, self._step_of(work))

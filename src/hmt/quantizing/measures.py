@@ -54,7 +54,7 @@ def divergence(before: Tensor, after: Tensor) -> float:
     shares = []
     for outputs in (before, after):
         bins = ((outputs - low) / width).long().clamp_(0, _BINS - 1)
-        counts = torch.full((_BINS, before.shape[1]), _UNSEEN)
+        counts = torch.full((_BINS, before.shape[1]), _UNSEEN, device=before.device)
         counts.scatter_add_(0, bins, torch.ones_like(outputs))
         shares.append(counts / counts.sum(0))
     return float((shares[0] * (shares[0] / shares[1]).log()).sum(0).mean())
@@ -90,10 +90,13 @@ def energy(weight: Tensor) -> float:
 class SampledInputs:
     """Some rows of a linear layer's inputs, evenly from all that come."""
 
-    def __init__(self, columns: int, shares: int) -> None:
-        """Up to SAMPLED_ROWS of `columns` numbers, a part of them from each of `shares` calls."""
+    def __init__(self, columns: int, shares: int, where: torch.device) -> None:
+        """Up to SAMPLED_ROWS of `columns` numbers, a part of them from each of `shares` calls.
+
+        They are on the device `where`.
+        """
         self.tokens = 0
-        self._rows: list[Tensor] = [torch.empty(0, columns)]
+        self._rows = [torch.empty(0, columns, device=where)]
         self._left, self._share = SAMPLED_ROWS, -(-SAMPLED_ROWS // shares)
 
     def add(self, inputs: Tensor) -> None:
@@ -101,7 +104,7 @@ class SampledInputs:
         self.tokens += len(inputs)
         count = min(self._left, self._share, len(inputs))
         if count:
-            places = torch.arange(count) * len(inputs) // count
+            places = torch.arange(count, device=inputs.device) * len(inputs) // count
             self._rows.append(inputs[places].float())
             self._left -= count
 

@@ -77,7 +77,7 @@ class MeasureRun:
         self._ledger, self._progress = ledger, progress
         self._hidden_folder = folder.work / "measuring"
         self._hidden = HiddenStates(
-            job.model, job.sequences, self._hidden_folder, max(1, plan.batch)
+            job.model, job.sequences, self._hidden_folder, max(1, plan.batch), job.where
         )
         self._works = [work for work in job.works if work.units]
         self._nearest = open_method("rtn")
@@ -130,7 +130,8 @@ class MeasureRun:
         self, work: LayerWork, group: Sequence[Unit], store: WeightStore, changes: Changes
     ) -> dict[ParamId, SampledInputs]:
         steps = self._hidden.steps
-        found = {unit.input: SampledInputs(unit.shape[1], steps) for unit in group}
+        where = self._job.where
+        found = {unit.input: SampledInputs(unit.shape[1], steps, where) for unit in group}
         observer = Observer(found.__contains__, lambda place, inputs: found[place].add(inputs))
         weights = LayerWeights(store, observer=observer, changes=changes)
         self._hidden.observe(work.index, weights, observer, lambda: None)

@@ -1,4 +1,8 @@
-"""How a budget of host memory is shared between weights, statistics and activations."""
+"""How budgets of memory are shared between weights, statistics and activations.
+
+On a GPU are statistics, activations, the weight at work and copies of the blocks that a layer
+computes with; blocks come from host memory, and codes go there.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +33,9 @@ ROWS_NUMBERS = 4 * MIB
 _WEIGHT_BYTES = 24
 # Copies of a Hessian in f64: damped, its factor, the inverse of that; GPTQ is measured to take 37.
 _HESSIAN_BYTES = 40
+# Of a GPU's budget: the rest is for what lies between torch's buffers and for workspaces of its
+# libraries.  Assumed; torch is held to the whole budget, and ends a run that takes more.
+_PLANNED = 0.85
 _ACTIVATION_COPIES = 3  # plain torch joins parts that kernels write side by side
 
 
@@ -41,6 +48,8 @@ class MemoryPlan:
     statistics    for sums over inputs of as many layers as fit
     activations   for a step of `batch` sequences
     batch         0 where no sequences are read
+    copies        on a GPU, of blocks that a layer computes with; 0: the CPU computes
+    staging       of host memory for what comes from a GPU and goes there
     """
 
     stores: int
@@ -48,11 +57,22 @@ class MemoryPlan:
     statistics: int
     activations: int
     batch: int
+    copies: int = 0
+    staging: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.stores + self.work + self.statistics + self.activations
+        """Of host memory."""
+        return self.stores + (self.staging if self.copies else self._computed)
+
+    @property
+    def device_total(self) -> int:
+        """Of a GPU's memory."""
+        return self.copies + self._computed if self.copies else 0
+
+    @property
+    def _computed(self) -> int:
+        return self.work + self.statistics + self.activations
 
     @contextmanager
     def charged(self, ledger: Ledger) -> Iterator[None]:
@@ -61,8 +81,12 @@ class MemoryPlan:
         Raises BudgetError.
         """
         with ExitStack() as stack:
-            for purpose in ("work", "statistics", "activations"):
-                account = ledger.open(Tier.HOST, purpose, getattr(self, purpose))
+            computing = Tier.DEVICE if self.copies else Tier.HOST
+            tiers = dict.fromkeys(("work", "statistics", "activations"), computing)
+            if self.copies:
+                tiers |= {"copies": Tier.DEVICE, "staging": Tier.HOST}
+            for purpose, tier in tiers.items():
+                account = ledger.open(tier, purpose, getattr(self, purpose))
                 stack.callback(account.close)
             yield
 
@@ -77,38 +101,50 @@ def plan_memory(
     begun: "MemoryPlan | None" = None,
     *,
     measures: bool = False,
+    device: int | None = None,
 ) -> MemoryPlan:
-    """Shares for quantising all `works`.  Raises BudgetError where the budget holds too little.
+    """Shares for quantising all `works`.  Raises BudgetError where a budget holds too little.
 
+    budget     of host memory
+    device     of a GPU's memory; None: the CPU computes
     measures   whether weights are measured before: see `measuring.py`
     begun      shares of the run that this one goes on for: statistics and activations stay, as in
             which order inputs are summed up is seen in the last bits
     """
+    device = None if device is None else int(device * _PLANNED)
     needs, changed = procedure.needs, procedure.changes_weights
+    # Codes, scales and what they become while they are written, of one weight.
+    staging = max(4 * unit.numbers for layer in works for unit in layer.units)
     stores = max(_store_bytes(work, layouts) for work in works)
-    stores += changed_bytes(spec) if changed else 0
+    copies = 0 if device is None else stores + changed * changed_bytes(spec)
+    stores += changed * changed_bytes(spec) if device is None else 0
     work = max(work_bytes(unit, needs, whole=changed) for layer in works for unit in layer.units)
     if measures:
         work = max(work, *(measuring_bytes(unit) for layer in works for unit in layer.units))
     if not needs and not measures:
-        plan = MemoryPlan(stores, work, 0, 0, 0)
-        return _checked(plan, budget)
+        plan = MemoryPlan(stores, work, 0, 0, 0, copies, staging if copies else 0)
+        return _checked(plan, budget, device)
     longest = max(map(len, sequences))
     one_step = _step_bytes(spec, longest)
+    rows = 2 * 4 * spec.hidden_size * longest  # what goes into a layer, and what comes out
 
     def size(columns: int) -> int:
         return max(statistics_bytes(needs, columns), sampled_bytes(columns) if measures else 0)
 
     most = max(_of_layer(layer, size) for layer in works)
     least = max(size(unit.shape[1]) for layer in works for unit in layer.units)
-    minimum = MemoryPlan(stores, work, least, one_step, 1)
-    _checked(minimum, budget)
+    minimum = MemoryPlan(stores, work, least, one_step, 1, copies, staging + rows)
+    _checked(minimum, budget, device)
     if begun is not None:
-        return _checked(replace(begun, stores=stores, work=work), budget)
-    free = budget - stores - work
+        return _checked(replace(begun, stores=stores, work=work, copies=copies), budget, device)
+    free = budget - stores - work if device is None else device - copies - work
     statistics = min(most, max(least, (free - one_step) // 2))
-    batch = max(1, min(len(sequences), (free - statistics) // one_step))
-    return MemoryPlan(stores, work, statistics, batch * one_step, batch)
+    batch = min(len(sequences), (free - statistics) // one_step)
+    if device is not None:
+        batch = min(batch, (budget - stores - staging) // rows)
+    batch = max(1, batch)
+    staging += batch * rows
+    return MemoryPlan(stores, work, statistics, batch * one_step, batch, copies, staging)
 
 
 def layer_layouts(layouts: Layouts, layer: int, *, tables: bool) -> dict[BlockId, BlockLayout]:
@@ -202,12 +238,21 @@ def _step_bytes(spec: ModelSpec, tokens: int) -> int:
     return 4 * width * tokens + 2 * min(scores, ATTENTION_WORKSPACE_BYTES) + pieces
 
 
-def _checked(plan: MemoryPlan, budget: int) -> MemoryPlan:
+def _checked(plan: MemoryPlan, budget: int, device: int | None) -> MemoryPlan:
+    parts = f"{format_bytes(plan.work)} for a weight"
+    if plan.batch:
+        parts += f", {format_bytes(plan.statistics)} for statistics of its inputs"
+        parts += f", {format_bytes(plan.activations)} for one sequence"
+    if device is not None and plan.device_total > device:
+        raise BudgetError(
+            f"{format_bytes(device)} of the GPU's memory are left for tensors, and quantising this "
+            f"model there takes {format_bytes(plan.device_total)} ({format_bytes(plan.copies)} for "
+            f"blocks, {parts}): give so much more of --gpu-memory, or 0 for the CPU alone"
+        )
     if plan.total > budget:
-        parts = f"{format_bytes(plan.stores)} for blocks, {format_bytes(plan.work)} for a weight"
-        if plan.batch:
-            parts += f", {format_bytes(plan.statistics)} for statistics of its inputs"
-            parts += f", {format_bytes(plan.activations)} for one sequence"
+        if plan.copies:
+            parts = f"{format_bytes(plan.staging)} for what comes from the GPU and goes there"
+        parts = f"{format_bytes(plan.stores)} for blocks, {parts}"
         raise BudgetError(
             f"{format_bytes(budget)} of host memory were given, and quantising this model takes "
             f"{format_bytes(plan.total)} ({parts}): give --host-memory {plan.total} or more"

@@ -14,6 +14,8 @@ from hmt.quantizing.structure import ParamId, leaders
 
 See = Callable[[ParamId, Tensor], None]
 
+_HOST = torch.device("cpu")
+
 
 class Observer:
     """Knows which leased parameters are whose, and tells of the inputs that come to them."""
@@ -81,11 +83,15 @@ class _Operations:
 
 
 @contextmanager
-def observed(observer: Observer | None) -> Iterator[None]:
-    """Compute in plain torch on the CPU, the whole process, and let `observer` hear of products."""
+def observed(observer: Observer | None, where: torch.device) -> Iterator[None]:
+    """Compute in plain torch on devices like `where`, and let `observer` hear of products.
+
+    The whole process does.
+    """
     operations = reference if observer is None else _Operations(observer)
-    before = register("cpu", lambda: Backend("plain torch", operations, on_host=True))
+    on_host = where == _HOST
+    before = register(where.type, lambda: Backend("plain torch", operations, on_host=on_host))
     try:
         yield
     finally:
-        register("cpu", before)
+        register(where.type, before)

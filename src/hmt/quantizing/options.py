@@ -36,6 +36,9 @@ class QuantizeOptions:
     sequences     of calibration
     length        tokens of each
     host_memory_bytes   for weights, statistics and activations
+    gpu           number of the GPU that computes; "fake" to try it without one; None: the CPU does
+    gpu_memory_bytes    that may be taken of it, the driver's share included; None: 90% of what is
+                  free
     sensitivity   measure each weight, and leave those as published that suffer most
     target_bytes  of all tensors' files: bits of integers are chosen by measured loss; None: they
                   are the target's
@@ -50,6 +53,8 @@ class QuantizeOptions:
     sequences: int = 128
     length: int = 512
     host_memory_bytes: int = 4 << 30
+    gpu: str | None = None
+    gpu_memory_bytes: int | None = None
     sensitivity: bool = False
     target_bytes: int | None = None
     widths: tuple[int, ...] = WIDTHS

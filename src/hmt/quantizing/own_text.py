@@ -21,6 +21,7 @@ from hmt.engine.api import LoadedModel
 from hmt.engine.loading.kv_scales import identity
 from hmt.engine.loading.source import open_source
 from hmt.quantizing.calibration_text import BUILTIN, calibration_sequences
+from hmt.quantizing.options import QuantizeOptions
 
 _USER: Final = "user"
 _TRIES: Final = 4  # turns that are begun for each sequence: many models do not end every one
@@ -28,7 +29,7 @@ _LEAST: Final = 4  # of so many sequences one is there at least, if only by turn
 _TURN: Final = 8  # a user's turn may take this share of a sequence
 
 
-def own_sequences(path: Path, count: int, length: int, host_memory_bytes: int) -> list[list[int]]:
+def own_sequences(path: Path, count: int, length: int, options: QuantizeOptions) -> list[list[int]]:
     """Sequences of up to `length` tokens: what the model in folder `path` writes, and other text.
 
     It writes up to `count`, sampled at temperature 1 from seeds, so that they are the same each
@@ -36,6 +37,7 @@ def own_sequences(path: Path, count: int, length: int, host_memory_bytes: int) -
     without answers follow.  The text that comes with the package adds about as many tokens, so that
     long prose is not forgotten; more of it, and chats suffer.  What it wrote at an earlier call for
     the same weights, template, count and length is read from the cache folder instead.
+    `options` say what it may take to write.
     Raises ConfigError where the model has no chat template, and what `Engine.load_model` raises.
     """
     source = open_source(path)
@@ -47,7 +49,10 @@ def own_sequences(path: Path, count: int, length: int, host_memory_bytes: int) -
         )
 
     def write() -> list[list[int]]:
-        with Engine(host_memory=host_memory_bytes, context=length, speculate="off") as engine:
+        memory: dict[str, Any] = {"host_memory": options.host_memory_bytes}
+        if options.gpu is not None:
+            memory |= {"gpus": options.gpu, "gpu_memory": options.gpu_memory_bytes}
+        with Engine(context=length, speculate="off", **memory) as engine:
             return _chats(engine.load_model(path), count, length)
 
     asked = tokenizer.chat_prompt([{"role": _USER, "content": "1"}])

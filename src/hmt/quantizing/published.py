@@ -78,7 +78,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     """
     rows, count = codes.shape
     words = -(-count * bits // 32)
-    out = torch.empty(rows, words, dtype=torch.int32)
+    out = torch.empty(rows, words, dtype=torch.int32, device=codes.device)
     step = max(1, _CHUNK_NUMBERS // count)
     for start in range(0, rows, step):
         out[start : start + step] = _packed(codes[start : start + step], bits)[:, :words]
@@ -89,7 +89,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
     numbers = codes.to(torch.int64) + (1 << bits - 1)
     numbers = torch.nn.functional.pad(numbers, (0, -codes.shape[1] % 32))
     runs = numbers.view(len(codes), -1, 32)  # of 32 numbers, which fill `bits` words
-    words = torch.zeros(*runs.shape[:2], bits + 1, dtype=torch.int64)
+    words = torch.zeros(*runs.shape[:2], bits + 1, dtype=torch.int64, device=codes.device)
     for place in range(32):
         word, shift = divmod(place * bits, 32)
         wide = runs[..., place] << shift

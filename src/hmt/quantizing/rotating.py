@@ -44,9 +44,8 @@ class HiddenRotation:
     hidden: Rotation
     values: Rotation | None
 
-    def trunk(self, norms: Norms) -> Changes:
-        """What becomes of the embedding, the last norm and the output layer."""
-        changes = Changes()
+    def trunk(self, norms: Norms, changes: Changes) -> Changes:
+        """`changes` with what becomes of the embedding, the last norm and the output layer."""
         changes.add(_EMBEDDING, self.hidden)
         changes.add(_FINAL, torch.ones_like)
         reads = self._reading(norms[_FINAL])
@@ -62,9 +61,9 @@ class HiddenRotation:
         found = foldings(self.spec.architecture, self._blocks(layer))
         return [folding.before for folding in found if folding.before.name == "norm"]
 
-    def layer(self, index: int, norms: Norms) -> Changes:
-        """What becomes of a layer's parameters, and of the embedding."""
-        changes, blocks = Changes(), self._blocks(index)
+    def layer(self, index: int, norms: Norms, changes: Changes) -> Changes:
+        """`changes` with what becomes of a layer's parameters, and of the embedding."""
+        blocks = self._blocks(index)
         changes.add(_EMBEDDING, self.hidden)
         for folding in foldings(self.spec.architecture, blocks):
             if folding.before.name == "norm":
@@ -85,7 +84,8 @@ class HiddenRotation:
         """Raise ConfigError unless all that reads hidden states is known."""
         layers = range(self.spec.layers)
         for layer in layers:
-            known = self.layer(layer, {place: torch.ones(1) for place in self.norms(layer)})
+            norms = {place: torch.ones(1) for place in self.norms(layer)}
+            known = self.layer(layer, norms, Changes())
             for block in self._blocks(layer):
                 for param in block.params:
                     place, name = ParamId(block.id, param.name), param.name.removesuffix("_bias")
@@ -99,7 +99,7 @@ class HiddenRotation:
         return [block for block in self.spec.blocks if block.id.layer == layer]
 
     def _reading(self, norm: Tensor) -> Change:
-        return lambda weight: self.hidden(weight * norm.to(weight.dtype))
+        return lambda weight: self.hidden(weight * norm.to(weight))
 
     def _added(self, numbers: Tensor) -> Tensor:
         """Rows of a matrix, or a bias, give numbers of hidden states."""

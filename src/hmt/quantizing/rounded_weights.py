@@ -13,7 +13,7 @@ from hmt.kernels import ops
 from hmt.quant.methods.interface import Target
 from hmt.quantizing.changes import Changes
 from hmt.quantizing.memory_plan import ROWS_NUMBERS
-from hmt.quantizing.stores import LayerWeights
+from hmt.quantizing.stores import LayerWeights, on_device
 from hmt.quantizing.structure import ParamId
 from hmt.quantizing.units import Unit
 from hmt.weights import WeightStore
@@ -42,7 +42,7 @@ class RoundedWeights(LayerWeights):
         target = self._targets.get(place)
         if target is None:
             return weight
-        numbers = torch.empty(weight.shape)
+        numbers = torch.empty(weight.shape, device=weight.data.device)
         step = max(1, ROWS_NUMBERS // weight.shape[1])
         for start in range(0, weight.shape[0], step):
             rows = slice(start, min(start + step, weight.shape[0]))
@@ -53,13 +53,14 @@ class RoundedWeights(LayerWeights):
 def weight_rows(unit: Unit, weights: Weights, changes: Changes, *, apart: bool) -> Iterator[Tensor]:
     """The weight in f32, all [outputs, inputs] of it, or some rows after the other.
 
+    It is on the device of `changes`.
     Rows that are changed must come all together.
     """
     step = max(1, ROWS_NUMBERS // unit.shape[1])
     whole = []
     for place in unit.places:
         with weights.lease(place.block) as params:
-            weight = params[place.name]
+            weight = on_device(params[place.name], changes.where)
             if not apart:
                 numbers = ops.dequantize(weight, torch.float32)
                 whole.append(changes.of(place, numbers) if place in changes else numbers.clone())

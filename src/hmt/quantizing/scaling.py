@@ -16,6 +16,7 @@ from hmt.quantizing.hidden_states import HiddenStates
 from hmt.quantizing.job import Job
 from hmt.quantizing.source_tensors import numbers
 from hmt.quantizing.statistics import nbytes as statistics_bytes
+from hmt.quantizing.stores import on_device
 from hmt.quantizing.structure import Folding, ParamId, foldings
 from hmt.quantizing.units import LayerWork
 from hmt.weights import WeightStore
@@ -91,7 +92,8 @@ def _scale(
     def weights() -> Generator[tuple[Tensor, Target]]:
         for place, target in scaled.targets.items():
             with store.lease(place.block) as params:
-                yield changes.of(place, ops.dequantize(params[place.name], torch.float32)), target
+                weight = on_device(params[place.name], changes.where)
+                yield changes.of(place, ops.dequantize(weight, torch.float32)), target
 
     with closing(weights()) as behind:  # what is leased is given back where this is ended
         factors = scaling.factors(inputs, behind)
@@ -101,23 +103,25 @@ def _scale(
 
 def layer_changes(job: Job, layer: int, store: WeightStore) -> Changes:
     """What is known of a layer before its activations are."""
+    changes = Changes(job.where)
     if job.rotation is None:
-        return Changes()
+        return changes
     norms = {}
     for place in job.rotation.norms(layer):
         with store.lease(place.block) as params:
             norms[place] = params[place.name].data.float().clone()
-    return job.rotation.layer(layer, norms)
+    return job.rotation.layer(layer, norms, changes)
 
 
 def trunk_changes(job: Job) -> Changes:
     """What becomes of what belongs to no layer."""
+    changes = Changes(job.where)
     if job.rotation is None:
-        return Changes()
+        return changes
     norms = {}
     trunk = job.works[-1]
     for record in trunk.copied:
         for place in trunk.places.get(record.name, ()):
             if place in job.rotation.norms(TRUNK):
                 norms[place] = numbers(record).float()
-    return job.rotation.trunk(norms)
+    return job.rotation.trunk(norms, changes)

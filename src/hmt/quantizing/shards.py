@@ -110,8 +110,8 @@ def read_at(file: int, content: memoryview, at: int) -> None:
 
 
 def bytes_of(numbers: Tensor) -> memoryview:
-    """The bytes of a tensor: its own, where it is contiguous."""
-    return numbers.contiguous().view(-1).view(torch.uint8).numpy().data
+    """The bytes of a tensor: its own, where it is contiguous and in host memory."""
+    return numbers.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def sync_and_forget(file: int) -> None:

@@ -18,12 +18,16 @@ class Collector:
     samples   rows [rows, inputs] of the first tokens that came
     """
 
-    def __init__(self, needs: Needs, columns: int) -> None:
-        """For inputs of `columns` numbers."""
+    def __init__(self, needs: Needs, columns: int, where: torch.device) -> None:
+        """For inputs of `columns` numbers, on the device `where`."""
+
+        def zeros(need: Needs, *shape: int) -> Tensor | None:
+            return torch.zeros(shape, device=where) if need in needs else None
+
         self.tokens = 0
-        self._hessian = torch.zeros(columns, columns) if Needs.HESSIAN in needs else None
-        self._sum_abs = torch.zeros(columns) if Needs.MEAN_ABS in needs else None
-        self._max_abs = torch.zeros(columns) if Needs.MAX_ABS in needs else None
+        self._hessian = zeros(Needs.HESSIAN, columns, columns)
+        self._sum_abs = zeros(Needs.MEAN_ABS, columns)
+        self._max_abs = zeros(Needs.MAX_ABS, columns)
         self._samples: list[Tensor] | None = [] if Needs.SAMPLES in needs else None
 
     def add(self, inputs: Tensor) -> None:

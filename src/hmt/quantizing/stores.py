@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -72,10 +73,20 @@ def open_store(
         yield store
 
 
+def on_device(weight: WeightTensor, where: torch.device) -> WeightTensor:
+    """A weight on the device `where`: a copy, unless it is there."""
+    if weight.data.device == where:
+        return weight
+    parts = {name: getattr(weight, name) for name in ("scales", "zeros", "minima", "factor")}
+    moved = {name: part.to(where) for name, part in parts.items() if part is not None}
+    return replace(weight, data=weight.data.to(where), **moved)
+
+
 class LayerWeights:
     """Implements Weights for one layer: an observer hears of leases, and rows come from elsewhere.
 
-    Blocks are leased one at a time, and read when they are.  What of them is changed is f32.
+    Blocks are leased one at a time, and read when they are; they are on the device of `changes`.
+    What of them is changed is f32.
     """
 
     def __init__(
@@ -93,8 +104,10 @@ class LayerWeights:
 
     def rows(self, block: BlockId, name: str, ids: Tensor) -> Tensor:
         """See Weights."""
-        rows, place = self._tables.rows(block, name, ids), ParamId(block, name)
-        return self._changes.of(place, rows.float()) if place in self._changes else rows
+        rows, place = self._tables.rows(block, name, ids.cpu()), ParamId(block, name)
+        if place in self._changes:
+            return self._changes.of(place, rows.float())
+        return rows.to(self._changes.where)
 
     @contextmanager
     def lease(self, block: BlockId) -> Iterator[Mapping[str, WeightTensor]]:
@@ -105,6 +118,7 @@ class LayerWeights:
                 yield params
 
     def _changed(self, place: ParamId, weight: WeightTensor) -> WeightTensor:
+        weight = on_device(weight, self._changes.where)
         if place not in self._changes:
             return weight
         numbers = self._changes.of(place, ops.dequantize(weight, torch.float32))

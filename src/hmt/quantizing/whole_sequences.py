@@ -68,7 +68,10 @@ class WholeSequences:
     def state(self, layer: int, step: Step) -> RecurrentState:
         """See KVCache."""
         slots = len(step.segments)
-        tensors = {one.name: torch.zeros(slots, *one.shape) for one in self._states[layer]}
+        where = step.positions.device
+        tensors = {
+            one.name: torch.zeros(slots, *one.shape, device=where) for one in self._states[layer]
+        }
         runs = [
             StateRun(slot, run.offset, run.length, True) for slot, run in enumerate(step.segments)
         ]

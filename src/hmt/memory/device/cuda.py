@@ -137,6 +137,22 @@ class CudaDevice:
         """See Device."""
         torch.cuda.empty_cache()
 
+    @contextmanager
+    def limited(self, nbytes: int) -> Iterator[None]:
+        """See Device."""
+        total = torch.cuda.mem_get_info(self.where)[1]
+        share = min(1.0, (self.reserved_bytes() + nbytes) / total)
+        torch.cuda.set_per_process_memory_fraction(share, self.where)
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"{format_bytes(nbytes)} of {self.name} were given for this, and do not hold it "
+                f"({str(error).splitlines()[0]}): give more of --gpu-memory, or less to do at once"
+            ) from error
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.where)
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See Device."""
         try:

@@ -85,6 +85,11 @@ class FakeDevice:
     def empty_cache(self) -> None:
         """See Device: nothing is kept."""
 
+    @contextmanager
+    def limited(self, nbytes: int) -> Iterator[None]:
+        """See Device: host memory is not limited by torch."""
+        yield
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See Device."""
         self._taken += nbytes

@@ -120,6 +120,14 @@ class Device(Protocol):
         """Give back what torch keeps for the next allocation."""
         ...
 
+    def limited(self, nbytes: int) -> AbstractContextManager[None]:
+        """In the body torch takes up to `nbytes` more, with what it keeps for later tensors.
+
+        What is kept is given back before more is taken.  Raises BudgetError where tensors alone
+        are more.
+        """
+        ...
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory, uint8 [nbytes], at an address that is a multiple of 256.
 

@@ -27,8 +27,8 @@ class Rotation:
     def __call__(self, rows: Tensor) -> Tensor:
         """Rows [..., size] times the matrix, in their dtype (f32 or f64)."""
         size, order = len(self.signs), len(self.core)
-        turned = (rows * self.signs).reshape(-1, size // order, order)
-        turned = turned @ self.core.to(rows.dtype)
+        turned = (rows * self.signs.to(rows.device)).reshape(-1, size // order, order)
+        turned = turned @ self.core.to(rows)
         width = 1
         while width < turned.shape[1]:
             pairs = turned.view(len(turned), -1, 2, width * order)

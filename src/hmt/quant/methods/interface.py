@@ -1,7 +1,7 @@
 """What methods of quantisation are given and return.  Pure tensors; no model is known."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Flag, auto
 from typing import Protocol
 
@@ -72,6 +72,16 @@ class QuantizedWeight:
     scales: Tensor
     zero_points: Tensor | None = None
     global_scale: Tensor | None = None
+
+    def rows(self, rows: slice) -> "QuantizedWeight":
+        """Some of its outputs."""
+        zeros = self.zero_points
+        return replace(
+            self,
+            codes=self.codes[rows],
+            scales=self.scales[rows],
+            zero_points=None if zeros is None else zeros[rows],
+        )
 
     def steps(self) -> Tensor:
         """f32 [outputs, groups]: what a code is multiplied with."""

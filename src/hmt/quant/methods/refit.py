@@ -29,14 +29,7 @@ def refit(weight: Tensor, quantized: QuantizedWeight, hessian: Tensor) -> Quanti
     parts = []
     for start in range(0, len(weight), step):
         rows = slice(start, start + step)
-        zeros = quantized.zero_points
-        some = replace(
-            quantized,
-            codes=quantized.codes[rows],
-            scales=quantized.scales[rows],
-            zero_points=None if zeros is None else zeros[rows],
-        )
-        parts.append(_refitted(weight[rows].double(), some, hessian))
+        parts.append(_refitted(weight[rows].double(), quantized.rows(rows), hessian))
     return replace(quantized, scales=torch.cat(parts))
 
 
