@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hmt.base.errors import ConfigError
+from hmt.base.units import parse_bytes
 from hmt.bench.environment import describe
 from hmt.bench.quality import WINDOW, Extent, evaluate
 from hmt.engine import Engine
@@ -20,6 +21,7 @@ from hmt.quantizing import QuantizeOptions, bits_by_recipe, quantize, target_nam
 from hmt.quantizing.methods import open_procedure
 
 # METHOD:FORM[:RECIPE], where a form is int and its bits, nvfp4 or mxfp4; methods may be several.
+# A size, such as 5.7MB, in the place of a recipe is `--target-size`.
 ROWS = (
     *("rtn:int8", "gptq:int8", "smoothquant:int8"),
     *("rtn:int4", "signround:int4", "gptq:int4", "gptq:int4:mixed"),
@@ -80,11 +82,13 @@ def _options(row: str, calibration: str) -> QuantizeOptions:
     if form not in ("nvfp4", "mxfp4") and not (form.startswith("int") and bits.isdecimal()):
         raise ConfigError(f"{row} is not METHOD:FORM, such as gptq:int4, rtn:nvfp4")
     target = target_named("int", int(bits), None, True) if bits.isdecimal() else None
+    sized = recipe[:1].isdecimal()
     return QuantizeOptions(
         method=method,
         target=target or target_named(form, None, None, True),
-        bits_of=bits_by_recipe(recipe or "uniform"),
-        calibration=calibration if open_procedure(method).needs else "builtin",
+        bits_of=() if sized else bits_by_recipe(recipe or "uniform"),
+        target_bytes=parse_bytes(recipe) if sized else None,
+        calibration=calibration if open_procedure(method).needs or sized else "builtin",
         host_memory_bytes=_BYTES,
     )
 

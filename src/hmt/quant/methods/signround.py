@@ -72,7 +72,8 @@ class SignRound:
         for step in range(self.steps + 1):
             tried = (scales * factors).bfloat16().float()
             shares = groups / tried.masked_fill(tried == 0, 1)
-            codes = nearest(shares + offsets, torch.ones_like(tried), zeros, target)
+            unlimited = torch.round(shares + offsets)
+            codes = nearest(unlimited, torch.ones_like(tried), zeros, target)
             numbers = codes.float() if zeros is None else codes.float() - zeros
             lost = (numbers * tried).view(weight.shape) - weight
             slope = lost @ hessian
@@ -82,10 +83,11 @@ class SignRound:
             best = _rows(better, codes.view(weight.shape), tried[..., 0], best)
             rate = 1 / self.steps * (1 - step / self.steps)
             slope = slope.view(groups.shape)
-            # Rounding counts as the identity; a number that is cut off follows its scale alone.
-            grown = numbers - shares
-            inside = grown.abs() <= 1
-            pull = (slope * torch.where(inside, grown, numbers) * scales).sum(2, keepdim=True)
+            # Rounding counts as the identity; a number that is cut off follows its scale alone, and
+            # keeps its offset.
+            inside = numbers == unlimited
+            pull = torch.where(inside, numbers - shares, numbers)
+            pull = (slope * pull * scales).sum(2, keepdim=True)
             offsets -= rate * torch.sign(slope * scales) * inside
             offsets.clamp_(-0.5, 0.5)
             factors = (factors - rate * pull.sign()).clamp_(1 - _RANGE, 1 + _RANGE)
