@@ -7,9 +7,9 @@
 
 Weight and Hessian are those of gptq.safetensors; the inputs are rows whose mean of x x^T is this
 Hessian, so that both see the same errors.  Scales begin as HMT's.  Each row of the weight is a
-layer by itself, as HMT keeps the best step of each row.  CASE/start is where scales begin, CASE/codes
-and CASE/scales are what the package makes of the weight, and CASE/errors is the least loss that it
-saw for each row: the squared error of the output, a mean over inputs.
+layer by itself, as HMT keeps the best step of each row.  CASE/start is where scales begin,
+CASE/codes and CASE/scales are what the package makes of the weight, and CASE/errors is the least
+loss that it saw for each row: the squared error of the output, a mean over inputs.
 """
 
 from pathlib import Path
