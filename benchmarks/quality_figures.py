@@ -104,7 +104,7 @@ def ranges() -> list[str]:
     heads = [f"{one['length']}: {head}" for one in results for head in ("KL", "perplexity")]
     lines = [f"| pages on the disk | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for rows in zip(*(one["rows"] for one in results), strict=True):
-        kept = rows[0]["kept"].removeprefix("cold:").replace("full", "exact, all in memory")
+        kept = rows[0]["kept"].removeprefix("cold:").replace("full", "none: all in memory")
         cells = [f"{1000 * row['kl']:.1f} | {row['perplexity']:.2f}" for row in rows]
         label = f"{kept}, ranges" if rows[0]["ranges"] else kept
         lines.append(f"| {label} | {' | '.join(cells)} |")
