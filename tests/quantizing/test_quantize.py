@@ -107,7 +107,7 @@ def test_a_model_in_each_form_computes_what_its_codes_stand_for(
 
 @pytest.mark.parametrize(
     ("shape", "form"),
-    [(DENSE, form) for form in ("int4", "int3", "int8-rows", "nvfp4", "mxfp4")]
+    [(DENSE, form) for form in ("int4", "int8-rows", "nvfp4", "mxfp4")]
     + [(replace(MOE, layers=2, intermediate_size=64), form) for form in ("int4", "mxfp4")],
 )
 def test_transformers_computes_the_same_with_the_folder(shape: Shape, form: str, tmp_path: Path):
@@ -118,7 +118,8 @@ def test_transformers_computes_the_same_with_the_folder(shape: Shape, form: str,
     """
     model = checkpoint(tmp_path / "model", shape)
     made = quantize(model, tmp_path / "out", options(target=FORMS[form]))
-    found = transformers_logits(tmp_path / "out", {}, torch.bfloat16)
+    with torch.compiler.set_stance("force_eager"):  # the package would have 4-bit floats compiled
+        found = transformers_logits(tmp_path / "out", {}, torch.bfloat16)
     expected = transformers_logits(model, rounded(model, dict(made.report)), torch.bfloat16)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
