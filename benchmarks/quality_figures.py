@@ -11,6 +11,8 @@ _MODELS = {"dense": "kv-quality-dense", "moe": "kv-quality-moe"}
 _FORMATS = "published-formats-xeon-amx-2-cores.json"
 _ACTIVATIONS = "activation-quality-xeon-2-cores.json"
 _METHODS = "quantized-methods-xeon-2-cores.json"
+_LARGE = ("quantize-killed-xeon-2-cores.json", "quantize-12gb-xeon-2-cores.json")
+_RANGES = "key-ranges-xeon-2-cores.json"
 _BEGIN, _END = "<!-- figures: benchmarks/quality_figures.py {} -->", "<!-- /figures -->"
 
 
@@ -79,6 +81,36 @@ def methods() -> list[str]:
     return lines
 
 
+def limits() -> list[str]:
+    """Models that were quantised under a limit of the operating system, and killed."""
+    heads = ("limit", "planned", "group's peak", "process's peak", "s", "kills", "same bytes")
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name in _LARGE:
+        one = json.loads((_RESULTS / name).read_text())
+        sizes = [one["limit_bytes"], one["plan"]["total"]]
+        sizes += [one["group_peak_bytes"], one["resident_peak_bytes"]]
+        label = f"{one['model_bytes'] / 1e9:.2f} GB, {one['layers']} layers"
+        label += f", {one['hidden_size']} wide, {one['options']['method']}"
+        cells = [f"{nbytes / 1e9:.2f} GB" for nbytes in sizes] + [f"{one['seconds']:.0f}"]
+        cells.append(str(sum(not moment["complete"] for moment in one["kills"])))
+        cells.append("yes" if one["equal_bytes"] else "no")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+def ranges() -> list[str]:
+    """Divergence of next tokens with keys and values in fewer bits, in thousandths."""
+    results = json.loads((_RESULTS / _RANGES).read_text())["results"]
+    heads = [f"{one['length']}: {head}" for one in results for head in ("KL", "perplexity")]
+    lines = [f"| pages on the disk | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for rows in zip(*(one["rows"] for one in results), strict=True):
+        kept = rows[0]["kept"].removeprefix("cold:").replace("full", "none: all in memory")
+        cells = [f"{1000 * row['kl']:.1f} | {row['perplexity']:.2f}" for row in rows]
+        label = f"{kept}, ranges" if rows[0]["ranges"] else kept
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
 def kv() -> list[str]:
     """Scores and bytes of every setting, for both models and all lengths that were measured."""
     found = {model: _by_setting(prefix) for model, prefix in _MODELS.items()}
@@ -131,10 +163,16 @@ def _perplexity(result: dict[str, Any] | None) -> str:
     return f"{result['heldout_ppl']:.2f}" if result and "heldout_ppl" in result else "-"
 
 
+_PAGES = {
+    "quality.md": (activations, formats, kv, ranges),
+    "quantize.md": (methods, limits),
+}
+
+
 def main() -> int:
     """Bring the pages up to date; 1 where `--check` finds that one is not."""
     differs = False
-    for name, tables in (("quality.md", (activations, formats, kv)), ("quantize.md", (methods,))):
+    for name, tables in _PAGES.items():
         page = _ROOT / "docs" / name
         text = wanted = page.read_text()
         for table in tables:

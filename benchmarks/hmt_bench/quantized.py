@@ -13,13 +13,17 @@ from typing import Any
 import torch
 
 from hmt.base.errors import ConfigError
+from hmt.base.units import parse_bytes
 from hmt.bench.environment import describe
 from hmt.bench.quality import WINDOW, Extent, evaluate
 from hmt.engine import Engine
+from hmt.formats import open_checkpoint
 from hmt.quantizing import QuantizeOptions, bits_by_recipe, quantize, target_named
 from hmt.quantizing.methods import open_procedure
 
 # METHOD:FORM[:RECIPE], where a form is int and its bits, nvfp4 or mxfp4; methods may be several.
+# A size, such as 5.7MB, in the place of a recipe is `--target-size`.  A GGUF file of the same model
+# is a row as well, to compare with.
 ROWS = (
     *("rtn:int8", "gptq:int8", "smoothquant:int8"),
     *("rtn:int4", "signround:int4", "gptq:int4", "gptq:int4:mixed"),
@@ -57,13 +61,18 @@ def run(
         found.append({"row": "published", "activations": activations} | scores)
     for row, chosen in options:
         with tempfile.TemporaryDirectory(prefix="hmt-quantized-") as folder:
-            progress(f"{row}: quantising")
-            made = quantize(model, Path(folder) / "out", chosen)
+            if chosen is None:
+                made, name = Path(row), Path(row).name
+                nbytes = sum(record.nbytes for record in open_checkpoint(made).records.values())
+            else:
+                progress(f"{row}: quantising")
+                made, name = Path(folder) / "out", row
+                nbytes = quantize(model, made, chosen).written_bytes
             for activations in ("a16", "a8"):
                 progress(f"{row} {activations}")
-                scores, logits = _measured(Path(folder) / "out", activations, asked, machine)
+                scores, logits = _measured(made, activations, asked, machine)
                 kl = None if reference is None or logits is None else _kl(reference, logits)
-                entry = {"row": row, "activations": activations, "bytes": made.written_bytes}
+                entry = {"row": name, "activations": activations, "bytes": nbytes}
                 found.append(entry | scores | {"kl": kl})
     return {
         "model": model.name,
@@ -73,18 +82,23 @@ def run(
     }
 
 
-def _options(row: str, calibration: str) -> QuantizeOptions:
+def _options(row: str, calibration: str) -> QuantizeOptions | None:
+    """None: it is a file."""
+    if row.endswith(".gguf"):
+        return None
     method, _, rest = row.partition(":")
     form, _, recipe = rest.partition(":")
     bits = form.removeprefix("int")
     if form not in ("nvfp4", "mxfp4") and not (form.startswith("int") and bits.isdecimal()):
         raise ConfigError(f"{row} is not METHOD:FORM, such as gptq:int4, rtn:nvfp4")
     target = target_named("int", int(bits), None, True) if bits.isdecimal() else None
+    sized = recipe[:1].isdecimal()
     return QuantizeOptions(
         method=method,
         target=target or target_named(form, None, None, True),
-        bits_of=bits_by_recipe(recipe or "uniform"),
-        calibration=calibration if open_procedure(method).needs else "builtin",
+        bits_of=() if sized else bits_by_recipe(recipe or "uniform"),
+        target_bytes=parse_bytes(recipe) if sized else None,
+        calibration=calibration if open_procedure(method).needs or sized else "builtin",
         host_memory_bytes=_BYTES,
     )
 

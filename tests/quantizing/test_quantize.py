@@ -17,6 +17,7 @@ from hmt.engine.config import EngineConfig
 from hmt.engine.drift import ActivationStatistics, calibrate_activations, statistics_beside
 from hmt.engine.loading.packs import convert
 from hmt.formats import open_checkpoint
+from hmt.profiling.random_model import Shape
 from hmt.quant.methods.interface import Statistics, Target
 from hmt.quantizing import calibration_sequences, quantize
 from hmt.quantizing.methods import open_method
@@ -41,10 +42,12 @@ def logits(folder: Path) -> torch.Tensor:
         return engine.load_model(folder).logits(TOKENS, range(len(TOKENS)))
 
 
-def transformers_logits(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def transformers_logits(
+    folder: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """transformers' of the model in `folder`, with other `weights` by module."""
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -100,6 +103,25 @@ def test_a_model_in_each_form_computes_what_its_codes_stand_for(
     expected = transformers_logits(dense, rounded(dense, dict(made.report)))
     torch.testing.assert_close(logits(tmp_path / "out"), expected, atol=1e-4, rtol=0)
     assert len(made.report["weights"]) == 7 * DENSE.layers
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [(DENSE, form) for form in ("int4", "int8-rows", "nvfp4", "mxfp4")]
+    + [(replace(MOE, layers=2, intermediate_size=64), form) for form in ("int4", "mxfp4")],
+)
+def test_transformers_computes_the_same_with_the_folder(shape: Shape, form: str, tmp_path: Path):
+    """With compressed-tensors, which unpacks to bfloat16.
+
+    transformers 5.24 takes one form for all experts, whose groups have to divide both widths, and
+    leaves out the factor of NVFP4 that all scales of an expert share.
+    """
+    model = checkpoint(tmp_path / "model", shape)
+    made = quantize(model, tmp_path / "out", options(target=FORMS[form]))
+    with torch.compiler.set_stance("force_eager"):  # the package would have 4-bit floats compiled
+        found = transformers_logits(tmp_path / "out", {}, torch.bfloat16)
+    expected = transformers_logits(model, rounded(model, dict(made.report)), torch.bfloat16)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
 
 def test_a_mixture_of_experts_with_other_bits_for_some(tmp_path: Path):

@@ -17,7 +17,8 @@ def quantized(
         str | None,
         typer.Option(
             help="METHOD:FORM or METHOD:FORM:RECIPE, with spaces between, such as "
-            "'gptq:int4 rtn:nvfp4 gptq:int3:mixed'; all when left out."
+            "'gptq:int4 rtn:nvfp4 gptq:int3:mixed', or a size in the recipe's place, such as "
+            "'gptq:int4:5.7MB'; all when left out."
         ),
     ] = None,
     calibration: Annotated[str, typer.Option(help="As of `hmt quantize`.")] = "own",

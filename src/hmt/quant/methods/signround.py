@@ -75,8 +75,7 @@ class SignRound:
             tried = (steps * factors).bfloat16().float() if learns_scales else steps
             shares = groups / tried.masked_fill(tried == 0, 1)
             gaps = _gaps(shares, target)
-            codes = nearest(shares + offsets * gaps, torch.ones_like(tried), zeros, target)
-            numbers = _numbers(codes, zeros, target)
+            codes, numbers, inside = _rounded(shares, offsets * gaps, zeros, target)
             lost = (numbers * tried).view(weight.shape) - weight
             slope = lost @ hessian
             errors = (slope * lost).sum(1)
@@ -89,10 +88,10 @@ class SignRound:
                 best = replace(best, scales=scales)
             rate = 1 / self.steps * (1 - step / self.steps)
             slope = slope.view(groups.shape)
-            # Rounding counts as the identity; a number that is cut off follows its scale alone.
-            grown = numbers - shares
-            inside = grown.abs() <= gaps
-            pull = (slope * torch.where(inside, grown, numbers) * steps).sum(2, keepdim=True)
+            # Rounding counts as the identity; a number that is cut off follows its scale alone, and
+            # keeps its offset.
+            pull = torch.where(inside, numbers - shares, numbers)
+            pull = (slope * pull * steps).sum(2, keepdim=True)
             offsets -= rate * torch.sign(slope * steps) * inside
             offsets.clamp_(-0.5, 0.5)
             factors = (factors - rate * pull.sign()).clamp_(1 - _RANGE, 1 + _RANGE)
@@ -107,8 +106,16 @@ def _gaps(shares: Tensor, target: Target) -> Tensor | float:
     return 0.5 + 0.5 * (magnitudes >= 2) + (magnitudes >= 4)
 
 
-def _numbers(codes: Tensor, zeros: Tensor | None, target: Target) -> Tensor:
-    """What steps multiply."""
-    if target.kind != "int":
-        return fp4_numbers(codes)
-    return codes.float() if zeros is None else codes.float() - zeros
+def _rounded(
+    shares: Tensor, moved: Tensor, zeros: Tensor | None, target: Target
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of numbers that are `moved` before, what steps multiply, and which are not cut off."""
+    one = torch.ones_like(shares[..., :1])
+    if target.kind == "int":
+        unlimited = torch.round(shares + moved)
+        codes = nearest(unlimited, one, zeros, target)
+        numbers = codes.float() if zeros is None else codes.float() - zeros
+        return codes, numbers, numbers == unlimited
+    codes = nearest(shares + moved, one, zeros, target)
+    numbers = fp4_numbers(codes)
+    return codes, numbers, (numbers - shares).abs() <= _gaps(shares, target)
