@@ -37,9 +37,9 @@ from hmt.models.fallback.whole import WholeForward
 # around an image's rows, positions on four axes.
 EQUAL = (
     "paddleocr_vl", "idefics2", "minicpmv4_6", "deepseek_vl_hybrid", "qianfan_ocr", "aya_vision",
-    "glm5_next", "video_llama_3", "ovis2", "hunyuan_vl",
+    "glm5_next", "video_llama_3", "ovis2",
     *after_first(("glm_ocr", "glmga", "lfm3_vl", "lighton_ocr", "vipllava", "got_ocr2"), 0),
-    *after_first(("qwen3_omni_moe_thinker", "deepseek_ocr2", "granite_docling"), 0),
+    *after_first(("hunyuan_vl", "qwen3_omni_moe_thinker", "deepseek_ocr2", "granite_docling"), 0),
 )  # fmt: skip
 TORCHVISION = ("kimi_k25", "cohere2_vision", "llama4", "gemma4_unified")
 REFUSED = {
@@ -47,7 +47,6 @@ REFUSED = {
     "video_llava": "its image processor makes no pixel_values",
     "qwen4_exp": "its language model is also given ple_input_ids",
     "molmo2": "what its tokens of images see is unknown",
-    "paligemma": "its tokens see those behind them",
     "mllama": "attend to an encoder's states",
     "minicpmv4_7": "how its positions follow from images is unknown",
 }
