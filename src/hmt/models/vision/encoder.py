@@ -1,7 +1,7 @@
 """An image encoder: image processor, tower, and what stands for images in prompts."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -80,7 +80,7 @@ def pixel_count(inputs: Mapping[str, Any]) -> int:
 class Encoder:
     """Implements ImageEncoder with transformers' modules.
 
-    axes   gives rotary positions of tokens on several axes (M-RoPE, arXiv 2409.12191); None:
+    axes   a `get_rope_index`, of rotary positions on several axes (M-RoPE, arXiv 2409.12191); None:
            positions have one axis
     together   an image's tokens see each other
     videos     what videos are prepared by, or why there are none
@@ -92,7 +92,7 @@ class Encoder:
         processing: Processing,
         sizes: TowerSizes,
         *,
-        axes: RopeIndex | None = None,
+        axes: Callable[..., Any] | None = None,
         together: bool = False,
         videos: VideoProcessing | str = "",
     ) -> None:
@@ -101,7 +101,7 @@ class Encoder:
         self.videos_refused = videos if isinstance(videos, str) else ""
         self._processing = processing
         self._sizes = sizes
-        self._axes = axes
+        self._axes = None if axes is None else RopeIndex(axes)
         self.together = together
         kept, work = self._most(sizes.most_patches)
         self.most_bytes = work + _KEPT * kept + DECODING_BYTES

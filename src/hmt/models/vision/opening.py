@@ -20,7 +20,6 @@ from hmt.models.decoder import Decoder
 from hmt.models.registry import TEXT_ONLY
 from hmt.models.vision.encoder import Encoder, TowerSizes, pixel_count
 from hmt.models.vision.model import VisionModel
-from hmt.models.vision.positions import RopeIndex
 from hmt.models.vision.processing import (
     ROWS,
     Processing,
@@ -202,8 +201,7 @@ def _opened(
         if not any("post_layernorm" in name for name in names):
             clip.post_layernorm = torch.nn.Identity()  # makes what LLaVA does not read
     taken = _taken(model, tree.model, text, kind, token)
-    find = getattr(tree.model.base_model, "get_rope_index", None)
-    axes = None if find is None or not taken.axes else RopeIndex(find)
+    axes = getattr(tree.model.base_model, "get_rope_index", None) if taken.axes else None
     processor = _processor(folder)
     grid = kind in _OF_GRIDS or (axes is not None and not writes_text(kind))
     if grid or (kind in _PLAIN and whole.vision_config.model_type != ROWS):
