@@ -8,7 +8,7 @@ from hmt.server.anthropic import messages
 from hmt.server.ollama import embeddings as ollama_embeddings
 from hmt.server.ollama import models as ollama_models
 from hmt.server.ollama import routes as ollama
-from hmt.server.openai import adapters, chat, completions, embeddings, models
+from hmt.server.openai import adapters, chat, completions, embeddings, models, ranking
 from hmt.server.page import routes as page
 from hmt.server.responses import routes as responses
 
@@ -17,6 +17,7 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     completions.router,
     responses.router,
     embeddings.router,
+    ranking.router,
     models.router,
     adapters.router,
     messages.router,

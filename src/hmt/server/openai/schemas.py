@@ -270,6 +270,73 @@ class EmbeddingsBody(Fields):
         return [given] if alone else list(given)
 
 
+class RankingBody(Fields):
+    """What compares texts by their embeddings.  pooling and timeout are HMT's."""
+
+    IGNORED = EMBED_IGNORED
+    REFUSED = {  # noqa: RUF012
+        name: EMBED_REFUSED[name]
+        for name in ("truncate", "truncate_prompt_tokens", "truncation", "extra_body")
+    }
+
+    model: str
+    pooling: Literal["mean", "last"] | None = None
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_S)] | None = None
+
+
+class RankedDocument(Fields):
+    """A document, in Jina's and Cohere's other form."""
+
+    text: Prompt
+
+
+class RerankBody(RankingBody):
+    """POST /v1/rerank: the `top_n` of `documents` that are nearest to `query`, or all."""
+
+    REFUSED = {  # noqa: RUF012
+        **RankingBody.REFUSED,
+        **dict.fromkeys(
+            ("rank_fields", "max_chunks_per_doc", "max_tokens_per_doc"),
+            Refusal("documents are compared whole: send texts, or objects with text"),
+        ),
+    }
+
+    query: Prompt
+    documents: Annotated[list[Prompt | RankedDocument], Field(min_length=1, max_length=MAX_INPUTS)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """Of the documents."""
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+class ScoreBody(RankingBody):
+    """POST /v1/score: `text_1` beside each of `text_2`, or each beside the other of its place."""
+
+    text_1: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS)]
+    text_2: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_INPUTS)]
+
+    @model_validator(mode="after")
+    def _paired(self) -> Self:
+        first, second = self.pairs
+        if len(first) not in (1, len(second)):
+            raise wrong(
+                "text_1",
+                f"{len(first)} texts cannot be paired with {len(second)}: give one, or as many",
+            )
+        return self
+
+    @property
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """Both sides."""
+        first, second = (
+            [one] if isinstance(one, str) else one for one in (self.text_1, self.text_2)
+        )
+        return first, second
+
+
 class TokenizeBody(Templated):
     """POST /tokenize, as vLLM: a text, or a chat up to where the answer begins.
 
