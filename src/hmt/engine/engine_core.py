@@ -335,7 +335,8 @@ class EngineCore:
         if self.memory.prefixes is not None:
             while save_some(self.memory.prefixes):
                 pass
-        self.runner.executor.close()
+        if self.memory.ranks is not None:
+            self.runner.executor.close()  # captures have sums in them, which ranks wait for to part
         self.memory.close()
 
     def logits(
