@@ -234,8 +234,8 @@ class Encoder:
                 held = self.videos if video and self.videos is not None else self._processing
                 raise RequestError(
                     f"the prompt has {here} places for {kind} (token {held.mark}), and "
-                    f"{given} {kind} were given: a chat needs {part} part for each, other "
-                    "prompts the token itself"
+                    f"{given} {kind} were given: a chat needs {part} part for each "
+                    "and a template that writes it, other prompts the token itself"
                 )
         left = {video: iter([i for i in images if i.video == video]) for video in (False, True)}
         return [next(left[video]) for video in places]
